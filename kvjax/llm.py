@@ -1,0 +1,302 @@
+"""The façade: `kvjax.load` and the one class that holds something, a model with its tokenizer."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from kvjax import job, stops
+from kvjax.checkpoints.place import load_params
+from kvjax.checkpoints.resolve import open_checkpoint
+from kvjax.errors import ModelError, RequestError
+from kvjax.job import Model, Options, Output, Report, Request, TokenLogprob
+from kvjax.models import FAMILIES, family_of
+from kvjax.sampling_params import SamplingParams
+from kvjax.sharding import param_sharding
+from kvjax.tokenizer import StreamDecoder, Tokenizer
+
+Message = Mapping[str, Any]
+Prompt = str | Sequence[int] | Sequence[Message]
+"""A text, token ids, or a conversation of {"role": ..., "content": ...}."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Sample:
+    """One output of a prompt.
+
+    Attributes:
+      text: without special tokens, and without the stop string that ended it.
+      tokens: generated token ids, the stop token and the tokens of the stop string included.
+      finish_reason: "stop" (a stop token or string) or "length".
+      logprobs: one entry per token, when asked for.
+    """
+
+    text: str
+    tokens: tuple[int, ...]
+    finish_reason: str
+    logprobs: tuple[TokenLogprob, ...] | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Completion:
+    """What was generated for one prompt; `text`, `tokens`, `finish_reason` and `logprobs` are the first sample's.
+
+    Attributes:
+      prompt_tokens: token ids of the prompt.
+      samples: n of them, in order.
+    """
+
+    prompt_tokens: tuple[int, ...]
+    samples: tuple[Sample, ...]
+
+    @property
+    def text(self) -> str:
+        return self.samples[0].text
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        return self.samples[0].tokens
+
+    @property
+    def finish_reason(self) -> str:
+        return self.samples[0].finish_reason
+
+    @property
+    def logprobs(self) -> tuple[TokenLogprob, ...] | None:
+        return self.samples[0].logprobs
+
+
+class LLM:
+    """A loaded model, ready to generate. Made by `load`.
+
+    Attributes:
+      model: parameters and functions, for the functional level beneath.
+      tokenizer: text to token ids and back.
+      options: how jobs are run.
+      description: one line on the checkpoint.
+    """
+
+    def __init__(self, model: Model, tokenizer: Tokenizer, options: Options, description: str = ""):
+        self.model, self.tokenizer, self.options, self.description = model, tokenizer, options, description
+
+    @property
+    def context(self) -> int:
+        """Most tokens that a prompt and its output may have together."""
+        return self.model.config.context
+
+    def encode(self, prompt: Prompt) -> tuple[int, ...]:
+        """Token ids of a prompt; a conversation goes through the chat template.
+
+        Raises:
+          RequestError: not a prompt, empty, or with token ids outside the vocabulary.
+        """
+        if isinstance(prompt, str):
+            ids = self.tokenizer.encode(prompt)
+        elif isinstance(prompt, Sequence) and prompt and all(isinstance(m, Mapping) for m in prompt):
+            ids = self.tokenizer.encode(self.tokenizer.apply_chat_template(prompt), add_special_tokens=False)  # type: ignore[arg-type]
+        else:
+            ids = _token_ids(prompt, self.model.config.vocab)
+        if not ids:
+            raise RequestError("The prompt is empty: give at least one token.")
+        return tuple(ids)
+
+    def requests(self, prompt: Prompt, params: SamplingParams, index: int = 0) -> list[Request]:
+        """The n requests of a prompt, checked. Raises RequestError for what can never be served."""
+        params.validate(self.model.config.vocab)
+        ids = self.encode(prompt)
+        if len(ids) + params.max_new_tokens > self.context:
+            raise RequestError(
+                f"The prompt's {len(ids)} tokens and max_new_tokens {params.max_new_tokens} exceed the context of "
+                f"{self.context} tokens: shorten the prompt or lower max_new_tokens."
+            )
+        return [Request(index, sample, ids, params) for sample in range(params.n)]
+
+    def run(self, requests: Sequence[Request], *, seed: int = 0, follow: bool = False) -> Iterator[Report]:
+        """Runs a job; see `kvjax.job.run`."""
+        return job.run(self.model, requests, self.options, seed=seed, follow=follow)
+
+    def generate(
+        self,
+        prompts: Any,
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        seed: int = 0,
+        on_report: Callable[[Report], None] | None = None,
+        **sampling: Any,
+    ) -> Any:
+        """Generates from one prompt, or from many as one batch job.
+
+        Args:
+          prompts: a prompt (text, token ids, or a conversation), or a list of prompts.
+          params: sampling parameters for all prompts, or one per prompt. Default: greedy, up to 256 tokens.
+          seed: of the job; request i draws from (seed, i) unless its parameters have a seed of their own.
+          on_report: called with every `Report`, about once a second.
+          **sampling: fields of SamplingParams, instead of `params`.
+
+        Returns:
+          A Completion for one prompt, a list of them, in order, for many.
+
+        Raises:
+          RequestError: a prompt or parameter that can never be served; nothing has run then.
+        """
+        single = _is_prompt(prompts)
+        items: list[Prompt] = [prompts] if single else list(prompts)
+        requests = [
+            request
+            for index, (prompt, p) in enumerate(zip(items, _params_of(params, sampling, len(items)), strict=True))
+            for request in self.requests(prompt, p, index)
+        ]
+        samples: dict[tuple[int, int], Sample] = {}
+        for report in self.run(requests, seed=seed):
+            for output in report.finished:
+                samples[output.request.index, output.request.sample] = self.sample_of(output)
+            if on_report:
+                on_report(report)
+        by_prompt: list[list[Request]] = [[] for _ in items]
+        for request in requests:
+            by_prompt[request.index].append(request)
+        completions = [
+            Completion(group[0].prompt, tuple(samples[r.index, r.sample] for r in group)) for group in by_prompt
+        ]
+        return completions[0] if single else completions
+
+    def stream(
+        self, prompt: Prompt, params: SamplingParams | None = None, *, seed: int = 0, **sampling: Any
+    ) -> Iterator[str]:
+        """Yields the text of one prompt as it appears; the joined pieces equal `generate(...).text`.
+
+        A piece never splits a character, and never holds the beginning of a stop string that is then cut off.
+        Arguments and errors as in `generate`; the prompt is checked at once, not at the first piece.
+        """
+        (p,) = _params_of(params, sampling, 1)
+        if p.n != 1:
+            raise RequestError(f"n is {p.n}, and a stream has one sample: use generate for several.")
+        return self._stream(self.requests(prompt, p), p, seed)
+
+    def _stream(self, requests: list[Request], params: SamplingParams, seed: int) -> Iterator[str]:
+        decoder, text, done, sent = StreamDecoder(self.tokenizer), "", 0, 0
+        options = dataclasses.replace(self.options, segment_seconds=0.15)  # a few pieces a second
+        for report in job.run(self.model, requests, options, seed=seed, follow=True):
+            for output in (*report.running, *report.finished):
+                text += "".join(decoder.push(token) for token in output.tokens[done:])
+                done = len(output.tokens)
+                if output.finish_reason:
+                    text = self.sample_of(output).text
+                safe = len(text) if output.finish_reason else len(text) - stops.held(text, params.stop)
+                if safe > sent:
+                    yield text[sent:safe]
+                    sent = safe
+
+    def sample_of(self, output: Output) -> Sample:
+        """A finished output with its text, cut before the stop string that ended it."""
+        params = output.request.params
+        text = self.tokenizer.decode(output.tokens)
+        if params.stop:
+            exempt = len(self.tokenizer.decode(output.tokens[: params.min_new_tokens]))
+            text, _ = stops.cut(text, params.stop, exempt)
+        return Sample(text, output.tokens, output.finish_reason or "", output.logprobs)
+
+    def __repr__(self) -> str:
+        return f"LLM({self.description or self.model.family.name}, context={self.context})"
+
+
+def load(
+    what: Any = None,
+    *,
+    context: int | None = None,
+    dtype: Any = None,
+    kv_dtype: Any = None,
+    mesh: jax.sharding.Mesh | None = None,
+    layers: str = "unrolled",
+    **options: Any,
+) -> LLM:
+    """Loads a model.
+
+    Args:
+      what: None for the default model (SmolLM2-135M-Instruct); a Hugging Face repo id; a folder of safetensors; a
+        .gguf file; an Orbax checkpoint of `kvjax convert`; any path may be `gs://…`.
+      context: longest prompt with output to serve; the checkpoint's own when None. Fixes length-dependent RoPE.
+      dtype: of the parameters and activations; float32 on CPU and bfloat16 elsewhere when None.
+      kv_dtype: of the cached K and V; as `dtype` when None.
+      mesh: devices with axes named as in `kvjax.sharding`; parameters go straight onto it.
+      layers: "unrolled" runs faster, "scanned" compiles one layer only.
+      **options: fields of `kvjax.job.Options`: slots, rows, kv_bytes, packed.
+
+    Raises:
+      ModelError: the checkpoint cannot be loaded; the sentence says why and what to do.
+    """
+    if layers not in ("unrolled", "scanned"):
+        raise ModelError(f"layers is {layers!r}: give 'unrolled' or 'scanned'.")
+    if context is not None and (not isinstance(context, int) or context < 2):
+        raise ModelError(f"context is {context!r}: give a whole number of tokens, at least 2.")
+    on_cpu = (mesh.devices.flat[0] if mesh is not None else jax.devices()[0]).platform == "cpu"
+    dtype = jnp.dtype(dtype or (jnp.float32 if on_cpu else jnp.bfloat16))
+    storage = jnp.dtype(kv_dtype or dtype).name
+    if storage not in ("float32", "bfloat16", "float16"):
+        raise ModelError(f"kv_dtype {storage} is not implemented: give float32, bfloat16 or float16.")
+    with open_checkpoint(what, FAMILIES) as source:
+        family = family_of(source.config)
+        config = family.config(source.config, context)
+        tokenizer = Tokenizer.from_source(source)
+        if tokenizer.vocab_size > config.vocab:
+            raise ModelError(
+                f"The tokenizer has {tokenizer.vocab_size} tokens and the model a vocabulary of {config.vocab}: "
+                "the checkpoint mixes files of two models; take both from one."
+            )
+        stacked = layers == "scanned"
+        params = load_params(
+            source, family.abstract(config), dtype=dtype, sharding_of=param_sharding(mesh), stacked=stacked
+        )
+        description = source.describe()
+    token_bytes = [tokenizer.token_bytes(token) for token in range(config.vocab)]
+    model = Model(family, config, params, tokenizer.eos_ids, token_bytes, storage, stacked)
+    try:
+        return LLM(model, tokenizer, Options(**options), description)
+    except TypeError as error:
+        known = ", ".join(field.name for field in dataclasses.fields(Options))
+        raise ModelError(f"load does not take {', '.join(options)}: the options are {known}.") from error
+
+
+def _is_prompt(prompts: Any) -> bool:
+    """Whether it is one prompt, not many: a text, a list of ids, or a list of messages."""
+    if isinstance(prompts, str) or len(prompts) == 0:
+        return isinstance(prompts, str)
+    first = prompts[0]
+    return isinstance(first, Mapping) or (hasattr(first, "__index__") and getattr(first, "ndim", 0) == 0)
+
+
+def _token_ids(prompt: Any, vocab: int) -> list[int]:
+    try:
+        ids = [token.__index__() for token in prompt]
+    except (TypeError, AttributeError) as error:
+        raise RequestError(
+            f"A prompt of type {type(prompt).__name__} cannot be read: give a text, a list of token ids, or a list of "
+            'messages {"role": ..., "content": ...}.'
+        ) from error
+    for token in ids:
+        if not 0 <= token < vocab:
+            raise RequestError(f"The prompt contains token id {token}: the model's vocabulary has 0 to {vocab - 1}.")
+    return ids
+
+
+def _params_of(params: Any, fields: Mapping[str, Any], count: int) -> list[SamplingParams]:
+    if params is None:
+        return [SamplingParams.from_dict(fields)] * count
+    if fields:
+        raise RequestError(f"Sampling parameters are given twice, as params and as {', '.join(fields)}: use one way.")
+    if isinstance(params, SamplingParams):
+        return [params] * count
+    params = list(params)
+    if len(params) != count:
+        raise RequestError(f"There are {count} prompts and {len(params)} sampling parameters: give one for each.")
+    return params
+
+
+def parameter_count(params: Any) -> int:
+    """Number of parameters in a tree."""
+    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(params))

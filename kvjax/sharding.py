@@ -1,0 +1,38 @@
+"""Logical axes to mesh axes: the one table that maps them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from kvjax.types import ParamSpec
+
+MESH_AXES = ("data", "seq", "expert", "model")
+
+RULES: dict[str, str] = {
+    "vocab": "model",
+    "heads": "model",
+    "kv_heads": "model",
+    "ffw": "model",
+    "experts": "expert",
+}
+"""Logical axis → mesh axis; a logical axis that is not here is replicated."""
+
+
+def param_sharding(mesh: Mesh | None) -> Callable[[ParamSpec], NamedSharding | None]:
+    """A function from a parameter to its sharding on the mesh; None, the default device, without a mesh.
+
+    A dimension that its mesh axis does not divide (fewer kv heads than chips, say) is replicated.
+    """
+    if mesh is None:
+        return lambda spec: None
+
+    def axis(name: str | None, size: int) -> str | None:
+        mapped = RULES.get(name or "")
+        return mapped if mapped in mesh.shape and size % mesh.shape[mapped] == 0 else None
+
+    def sharding(spec: ParamSpec) -> NamedSharding:
+        return NamedSharding(mesh, PartitionSpec(*map(axis, spec.axes, spec.shape)))
+
+    return sharding

@@ -1,0 +1,60 @@
+"""The meaning of paged attention in plain jnp: the oracle of every backend, written to be read, not to be fast."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from kvjax.pallas_kernels.paged_attention.spec import AttentionSpec
+
+
+def query_slots(row_starts: jax.Array, tokens: int) -> jax.Array:
+    """(T,) int32: the slot of each packed token; B for padding behind the last row."""
+    index = jnp.arange(tokens, dtype=jnp.int32)
+    return jnp.searchsorted(row_starts[1:], index, side="right").astype(jnp.int32)
+
+
+def query_positions(row_starts: jax.Array, lengths: jax.Array, slots: jax.Array) -> jax.Array:
+    """(T,) int32: the position of each packed token: a slot's tokens are the last of its length."""
+    row_ends = row_starts[1:]
+    safe = jnp.minimum(slots, lengths.shape[0] - 1)
+    return lengths[safe] - row_ends[safe] + jnp.arange(slots.shape[0], dtype=jnp.int32)
+
+
+def paged_attention(
+    q: jax.Array,
+    k_pages: jax.Array,
+    v_pages: jax.Array,
+    table: jax.Array,
+    lengths: jax.Array,
+    row_starts: jax.Array,
+    spec: AttentionSpec,
+) -> tuple[jax.Array, jax.Array]:
+    """Gathers every slot's whole context for every token, then a dense softmax. Arguments as in `__init__`."""
+    T, N, _ = q.shape
+    _, K, R, _ = k_pages.shape
+    B, M = table.shape
+    slots = query_slots(row_starts, T)
+    positions = query_positions(row_starts, lengths, slots)
+    safe = jnp.minimum(slots, B - 1)
+
+    # (B, M, K, R, H) → (B, S, K, H) → one context per token (T, S, K, H)
+    k = k_pages.at[table].get(mode="clip").swapaxes(2, 3).reshape(B, M * R, K, -1)[safe].astype(jnp.float32)
+    v = v_pages.at[table].get(mode="clip").swapaxes(2, 3).reshape(B, M * R, K, -1)[safe].astype(jnp.float32)
+    key_position = jnp.arange(M * R, dtype=jnp.int32)[None, :]
+    visible = (key_position <= positions[:, None]) & (slots < B)[:, None]
+    if spec.window is not None:
+        visible &= key_position > positions[:, None] - spec.window
+    v = jnp.where(visible[:, :, None, None], v, 0.0)  # a poisoned row must not come back as 0 × NaN
+
+    grouped = q.reshape(T, K, N // K, -1).astype(jnp.float32)
+    logits = jnp.einsum("tkgh,tskh->tkgs", grouped, k, precision="highest") * jnp.float32(spec.scale)
+    if spec.soft_cap is not None:
+        logits = jnp.float32(spec.soft_cap) * jnp.tanh(logits / jnp.float32(spec.soft_cap))
+    logits = jnp.where(visible[:, None, None, :], logits, -jnp.inf)
+    lse = jax.scipy.special.logsumexp(logits, axis=-1)  # −inf where nothing is visible
+    weights = jnp.where(
+        jnp.isneginf(lse)[..., None], 0.0, jnp.exp(logits - jnp.where(jnp.isneginf(lse), 0.0, lse)[..., None])
+    )
+    out = jnp.einsum("tkgs,tskh->tkgh", weights, v, precision="highest")
+    return out.reshape(T, N, -1).astype(q.dtype), lse.reshape(T, N)
