@@ -26,6 +26,7 @@ class CacheConfig:
       pages_per_slot: M.
       pages: P of every group, or None for slots × pages_per_slot, which can never run out.
       stacked: the layers of a group share one array of L·P pages, as a scan over layers needs.
+      layout: of the pages, one of `kvjax.pallas_kernels.LAYOUTS`.
     """
 
     specs: tuple[KVSpec, ...]
@@ -34,6 +35,7 @@ class CacheConfig:
     pages_per_slot: int
     pages: int | None = None
     stacked: bool = False
+    layout: str = "head_major"
 
     @property
     def groups(self) -> tuple[KVSpec, ...]:
@@ -80,7 +82,7 @@ class KVPages(struct.PyTreeNode):
     """K and V rows of every page, per layer of a group; the layout is the store's.
 
     Attributes:
-      k: per layer (P, K, R, H); or one array (L·P, K, R, H) when stacked, layer l's page p at l·P + p.
+      k: an array per layer, P pages in its first axis; or one array of L·P pages, layer l's page p at l·P + p.
       v: the same for values.
     """
 
@@ -121,7 +123,10 @@ def _init_group(config: CacheConfig, group: int) -> GroupCache:
     spec, layers = config.groups[group], len(config.layers_of(group))
     arrays, pages = (1, layers * config.pool_pages) if config.stacked else (layers, config.pool_pages)
     dtype = jnp.dtype(spec.storage)
-    kv = [init_pages(pages, config.rows, spec.kv_heads, spec.key_dim, spec.value_dim, dtype) for _ in range(arrays)]
+    kv = [
+        init_pages(pages, config.rows, spec.kv_heads, spec.key_dim, spec.value_dim, dtype, config.layout)
+        for _ in range(arrays)
+    ]
     table = BlockTable(
         jnp.zeros((config.slots, config.pages_per_slot), jnp.int32), jnp.zeros((config.slots,), jnp.int32)
     )
@@ -183,17 +188,37 @@ def _reserve_group(config: CacheConfig, group: GroupCache, tokens: jax.Array, st
 
 
 def release(config: CacheConfig, cache: Cache, ended: jax.Array) -> Cache:
-    """Gives back every page of the slots in (B,) bool `ended` and sets their lengths to 0."""
-    return Cache(tuple(_release_group(config, group, ended) for group in cache.groups))
+    """Gives back every page of the slots in (B,) bool `ended` and sets their lengths to 0.
+
+    The work is done only when a slot ends; no page's K or V is touched.
+    """
+
+    def freed(group: GroupCache) -> tuple[PagePool, BlockTable]:
+        held = jnp.where(ended, pages_for(group.table.lengths, config.rows), 0)
+        column = jnp.arange(config.pages_per_slot, dtype=jnp.int32)[None, :]
+        page = jnp.where(column < held[:, None], group.table.pages, config.pool_pages)
+        lengths = jnp.where(ended, 0, group.table.lengths)
+        return page_pool.release(group.pool, page.reshape(-1)), group.table.replace(lengths=lengths)
+
+    tables = jax.lax.cond(
+        ended.any(),
+        lambda groups: [freed(group) for group in groups],
+        lambda groups: [(group.pool, group.table) for group in groups],
+        [group.replace(kv=None) for group in cache.groups],
+    )
+    return Cache(
+        tuple(group.replace(pool=pool, table=table) for group, (pool, table) in zip(cache.groups, tables, strict=True))
+    )
 
 
-def _release_group(config: CacheConfig, group: GroupCache, ended: jax.Array) -> GroupCache:
-    M, P = config.pages_per_slot, config.pool_pages
-    held = jnp.where(ended, pages_for(group.table.lengths, config.rows), 0)
-    column = jnp.arange(M, dtype=jnp.int32)[None, :]
-    page = jnp.where(column < held[:, None], group.table.pages, P)
-    table = group.table.replace(lengths=jnp.where(ended, 0, group.table.lengths))
-    return group.replace(pool=page_pool.release(group.pool, page.reshape(-1)), table=table)
+def pages_of(cache: Cache) -> tuple[KVPages, ...]:
+    """The K and V of every group: what a step's computation changes."""
+    return tuple(group.kv for group in cache.groups)
+
+
+def with_pages(cache: Cache, kv: tuple[KVPages, ...]) -> Cache:
+    """The cache with other K and V."""
+    return Cache(tuple(group.replace(kv=pages) for group, pages in zip(cache.groups, kv, strict=True)))
 
 
 class Placement(struct.PyTreeNode):
@@ -252,10 +277,12 @@ def attend(
     slots = jnp.minimum(placement.slots, config.slots - 1)
     page = group.table.pages[slots, jnp.minimum(placement.positions // R, config.pages_per_slot - 1)]
     page = jnp.where(placement.slots < config.slots, page + offset, total)
-    k_pages, v_pages = write_rows(group.kv.k[array], group.kv.v[array], k, v, page, placement.positions % R)
+    k_pages, v_pages = write_rows(
+        group.kv.k[array], group.kv.v[array], k, v, page, placement.positions % R, config.layout
+    )
     out, _ = paged_attention(
         q, k_pages, v_pages, group.table.pages + offset, group.table.lengths, placement.row_starts,
-        AttentionSpec(scale, spec.window, soft_cap), max_query=placement.max_query, backend=backend,
+        AttentionSpec(scale, spec.window, soft_cap, config.layout), max_query=placement.max_query, backend=backend,
     )  # fmt: skip
     kv = KVPages(_replaced(group.kv.k, array, k_pages), _replaced(group.kv.v, array, v_pages))
     return Cache(_replaced(cache.groups, g, group.replace(kv=kv))), out

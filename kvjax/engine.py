@@ -8,6 +8,7 @@ commit(...)      next tokens sampled, requests ended, pages freed
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +17,7 @@ from flax import struct
 from kvjax import cache as kv_cache
 from kvjax import sampling, stops
 from kvjax import state as engine_state
-from kvjax.cache import Cache, Placement
+from kvjax.cache import Cache, KVPages, Placement
 from kvjax.state import LENGTH, PREEMPTED, RUNNING, STOPPED, Admission, EngineState, Program, Slots
 from kvjax.types import Params
 
@@ -78,41 +79,51 @@ def compute(
     return program.forward(params, program.config, ids, placement.positions, cache, attend)
 
 
-def advance(
-    program: Program, params: Params, state: EngineState, packed: int, max_query: int
-) -> tuple[EngineState, tuple[jax.Array, jax.Array, jax.Array]]:
-    """Computes up to `packed` ≥ B tokens, at most `max_query` of a slot: their K and V enter the cache.
-
-    Returns the new state and: hidden (B, D) at the last token computed of each slot, (B,) int32 tokens computed of
-    each slot, and (B,) bool slots that got no page.
-    """
-    plan = schedule(state, packed)
-    cache, starved = kv_cache.reserve(program.cache, state.cache, plan.tokens, state.step, packed)
-    tokens = jnp.where(starved, 0, plan.tokens)
-    state = state.replace(cache=cache)
-    ids, placement = place(state, tokens, packed, max_query)
-    cache, hidden = compute(program, params, cache, ids, placement)
-    last = hidden.at[placement.row_starts[1:] - 1].get(mode="clip")
-    return state.replace(cache=cache), (last, tokens, starved)
-
-
 def step(program: Program, params: Params, state: EngineState, packed: int) -> EngineState:
     """One step: a decode step of one token a slot, or, while any prompt is pending, a mixed one of `packed` tokens."""
     B = program.cache.slots
+    plan = schedule(state, packed)
+    mixed = (pending(state) > 1).any()
+    cache, starved = kv_cache.reserve(program.cache, state.cache, plan.tokens, state.step, packed)
+    tokens = jnp.where(starved, 0, plan.tokens)
+    state = state.replace(cache=cache)
 
-    def decode(state: EngineState) -> tuple[EngineState, tuple[jax.Array, ...]]:
-        return advance(program, params, state, B, 1)
+    def computed(T: int, max_query: int, kv: tuple[KVPages, ...]) -> tuple[tuple[KVPages, ...], jax.Array]:
+        """K and V of the step's tokens written into pages, and hidden (B, D) at each slot's last token."""
+        ids, placement = place(state, tokens, T, max_query)
+        cache, hidden = compute(program, params, kv_cache.with_pages(state.cache, kv), ids, placement)
+        return kv_cache.pages_of(cache), hidden.at[placement.row_starts[1:] - 1].get(mode="clip")
 
-    def mixed(state: EngineState) -> tuple[EngineState, tuple[jax.Array, ...]]:
-        return advance(program, params, state, packed, packed)
-
+    kv = kv_cache.pages_of(state.cache)
     if packed == B:
-        state, (last, tokens, starved) = decode(state)
+        kv, last = computed(B, 1, kv)
     else:
-        state, (last, tokens, starved) = jax.lax.cond((pending(state) > 1).any(), mixed, decode, state)
-    logits = program.unembed(params, program.config, last)
-    state = state.replace(step=state.step + 1, computed=state.computed + tokens.sum(dtype=jnp.int32))
-    return commit(program, state, logits, tokens, starved)
+        last = jnp.zeros((B, program.width), program.dtype)
+        kv, last = _if(mixed, functools.partial(computed, packed, packed), kv, last)
+        kv, last = _if(~mixed, functools.partial(computed, B, 1), kv, last)
+    state = state.replace(
+        cache=kv_cache.with_pages(state.cache, kv),
+        step=state.step + 1,
+        computed=state.computed + tokens.sum(dtype=jnp.int32),
+    )
+    return commit(program, state, program.unembed(params, program.config, last), tokens, starved)
+
+
+def _if(
+    flag: jax.Array,
+    compute: Callable[[tuple[KVPages, ...]], tuple[tuple[KVPages, ...], jax.Array]],
+    kv: tuple[KVPages, ...],
+    otherwise: jax.Array,
+) -> tuple[tuple[KVPages, ...], jax.Array]:
+    """`compute(kv)` if the () bool flag is set, else (kv, otherwise): a conditional as a loop of one round or none.
+
+    XLA updates a loop's carry in place on every platform. Through `lax.cond` the CPU backend copies all pages, at
+    the entry of one branch and the exit of the other (docs/decisions.md, "No conditional around the pages").
+    """
+    _, kv, result = jax.lax.while_loop(
+        lambda carry: carry[0], lambda carry: (jnp.bool_(False), *compute(carry[1])), (flag, kv, otherwise)
+    )
+    return kv, result
 
 
 def commit(
@@ -146,9 +157,7 @@ def commit(
     status = jnp.where((watched & matched) | (drawn & sampling.stopped(token, state.sampler)), STOPPED, status)
     status = jnp.where(_newest(slots) & starved.any(), PREEMPTED, status)
     ended = (slots.status == RUNNING) & (status != RUNNING)
-    cache = jax.lax.cond(
-        ended.any(), lambda cache: kv_cache.release(program.cache, cache, ended), lambda cache: cache, state.cache
-    )
+    cache = kv_cache.release(program.cache, state.cache, ended)
     return state.replace(cache=cache, slots=slots.replace(status=status), sampler=sampler)
 
 

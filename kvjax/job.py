@@ -19,6 +19,7 @@ from kvjax import engine, sampling
 from kvjax import state as engine_state
 from kvjax.cache import CacheConfig
 from kvjax.errors import RequestError
+from kvjax.pallas_kernels import default_layout
 from kvjax.sampling_params import SamplingParams
 from kvjax.state import IDLE, PREEMPTED, RUNNING, STOPPED, Admission, EngineState, Program
 from kvjax.stops import AutomatonBank
@@ -35,6 +36,7 @@ class Model:
       params: the parameters, on the devices.
       eos: tokens that end an output.
       token_bytes: what each of the V tokens adds to the text, for stop strings.
+      dtype: dtype name of the parameters and activations.
       storage: dtype name of the cached K and V.
       stacked: whether the layers are stacked for a scan.
     """
@@ -44,6 +46,7 @@ class Model:
     params: Params
     eos: tuple[int, ...]
     token_bytes: Sequence[bytes]
+    dtype: str
     storage: str
     stacked: bool
 
@@ -59,6 +62,7 @@ class Options:
       packed: T, most tokens of a step that computes prompts.
       segment_seconds: the host looks at the job about this often.
       backend: attention backend.
+      layout: of the pages; the platform's best when None.
     """
 
     slots: int = 64
@@ -67,6 +71,7 @@ class Options:
     packed: int = 512
     segment_seconds: float = 1.0
     backend: str = "xla"
+    layout: str | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -177,7 +182,12 @@ def plan_cache(model: Model, requests: Sequence[Request], options: Options) -> C
     longest = max(request.length for request in requests)
     per_slot = _power_of_two(-(-longest // options.rows))
     config = CacheConfig(
-        model.family.kv_specs(model.config, model.storage), slots, options.rows, per_slot, stacked=model.stacked
+        model.family.kv_specs(model.config, model.storage),
+        slots,
+        options.rows,
+        per_slot,
+        stacked=model.stacked,
+        layout=options.layout or default_layout(),
     )
     if model.stacked and len(config.groups) > 1:
         raise RequestError("Layers with different caches cannot be scanned: load with layers='unrolled'.")
@@ -288,6 +298,8 @@ def _start(
         model.family.forward,
         model.family.unembed,
         model.config,
+        model.config.width,
+        model.dtype,
         config,
         max(asked) if asked else None,
         options.backend,

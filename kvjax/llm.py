@@ -254,7 +254,7 @@ def load(
         )
         description = source.describe()
     token_bytes = [tokenizer.token_bytes(token) for token in range(config.vocab)]
-    model = Model(family, config, params, tokenizer.eos_ids, token_bytes, storage, stacked)
+    model = Model(family, config, params, tokenizer.eos_ids, token_bytes, dtype.name, storage, stacked)
     try:
         return LLM(model, tokenizer, Options(**options), description)
     except TypeError as error:

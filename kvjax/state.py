@@ -28,6 +28,8 @@ class Program:
       forward: the family's forward function.
       unembed: the family's unembed function.
       config: the family's config.
+      width: D of the hidden states that `forward` returns.
+      dtype: dtype name of the hidden states.
       cache: the cache's static shape.
       logprobs: None, or how many top log-probabilities are recorded beside the chosen token's.
       backend: attention backend.
@@ -36,6 +38,8 @@ class Program:
     forward: Callable[..., tuple[Any, jax.Array]]
     unembed: Callable[..., jax.Array]
     config: Any
+    width: int
+    dtype: str
     cache: CacheConfig
     logprobs: int | None = None
     backend: str = "xla"

@@ -74,8 +74,15 @@ class Tokenizer:
         return cls(backend, fields, config=source.config, generation_config=source.generation_config)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a text; with the first or last token that the checkpoint puts around one, if asked."""
-        return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        """Token ids of a text; with the first or last token that the checkpoint puts around one, if asked.
+
+        Raises:
+          RequestError: the text is not Unicode (it has half of a surrogate pair).
+        """
+        try:
+            return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        except (TypeError, UnicodeError) as error:
+            raise RequestError(f"This text cannot be encoded ({one_line(error)}): give valid Unicode.") from error
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of tokens. Bytes that make no character appear as U+FFFD; unknown ids as nothing."""

@@ -87,8 +87,8 @@ class Family(NamedTuple):
     Attributes:
       name: for messages, e.g. "llama".
       architectures: values of config.json's `architectures` that this family runs.
-      config: config.json fields (and the context length to serve, or None) → frozen config. Raises ModelError for
-        an option the family does not implement.
+      config: config.json fields (and the context length to serve, or None) → frozen config, of which the engine
+        reads `vocab` (V), `width` (D) and `context`. Raises ModelError for an option that is not implemented.
       abstract: config → tree of ParamSpec: `{"embed": ..., "layers": [...], ...}`; `layers` holds one equal
         structure per layer, so it can be stacked for a scan.
       kv_specs: config, storage dtype name → one KVSpec per layer.

@@ -1,7 +1,11 @@
 """The store: how K and V rows lie in pages. Only this file and the attention backends know the layout.
 
-Head-major, keys and values apart: k_pages (P, K, R, H), v_pages (P, K, R, Hv). One page of one head is then a
-contiguous (R, H) matrix, which a batched matmul reads without a transposing copy (docs/decisions.md, "Layout").
+Keys and values lie apart, in one of two layouts:
+
+    head_major    (P, K, R, H)  one page of one head is a contiguous matrix that a CPU's batched matmul reads in place
+    token_major   (P, R, K, H)  a token's row is whole (K, H) tiles, which a TPU writes without touching its neighbours
+
+(docs/decisions.md, "Layout of the pages").
 """
 
 from __future__ import annotations
@@ -9,32 +13,46 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+LAYOUTS = ("head_major", "token_major")
+
+
+def default_layout() -> str:
+    """The layout that suits the default backend."""
+    return "head_major" if jax.default_backend() == "cpu" else "token_major"
+
 
 def init_pages(
-    pages: int, rows: int, kv_heads: int, key_dim: int, value_dim: int, dtype: jnp.dtype
+    pages: int, rows: int, kv_heads: int, key_dim: int, value_dim: int, dtype: jnp.dtype, layout: str
 ) -> tuple[jax.Array, jax.Array]:
-    """Zeroed pages of one layer: k_pages (P, K, R, H) and v_pages (P, K, R, Hv)."""
-    k_pages = jnp.zeros((pages, kv_heads, rows, key_dim), dtype)
-    v_pages = jnp.zeros((pages, kv_heads, rows, value_dim), dtype)
-    return k_pages, v_pages
+    """Zeroed pages of one layer: K and V, each (P, K, R, H) or (P, R, K, H) by layout."""
+    inner = {"head_major": (kv_heads, rows), "token_major": (rows, kv_heads)}[layout]
+    return jnp.zeros((pages, *inner, key_dim), dtype), jnp.zeros((pages, *inner, value_dim), dtype)
 
 
 def write_rows(
-    k_pages: jax.Array, v_pages: jax.Array, k: jax.Array, v: jax.Array, page: jax.Array, row: jax.Array
+    k_pages: jax.Array,
+    v_pages: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    page: jax.Array,
+    row: jax.Array,
+    layout: str,
 ) -> tuple[jax.Array, jax.Array]:
     """Writes the K and V of T tokens into their rows, in place when the pages are donated.
 
     Args:
-      k_pages: (P, K, R, H).
-      v_pages: (P, K, R, Hv).
+      k_pages: pages of K, as `init_pages` makes them.
+      v_pages: pages of V.
       k: (T, K, H), cast to the pages' dtype.
       v: (T, K, Hv).
       page: (T,) int32 physical page of each token; an index of P or more drops the token.
       row: (T,) int32 row within the page, 0 ≤ row < R.
+      layout: of the pages.
 
     Returns:
       The new k_pages and v_pages.
     """
-    k_pages = k_pages.at[page, :, row].set(k.astype(k_pages.dtype), mode="drop")
-    v_pages = v_pages.at[page, :, row].set(v.astype(v_pages.dtype), mode="drop")
+    place = (page, slice(None), row) if layout == "head_major" else (page, row)
+    k_pages = k_pages.at[place].set(k.astype(k_pages.dtype), mode="drop")
+    v_pages = v_pages.at[place].set(v.astype(v_pages.dtype), mode="drop")
     return k_pages, v_pages

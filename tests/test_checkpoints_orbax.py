@@ -35,7 +35,7 @@ def source(tmp_path):
 
 
 def test_round_trip(source, tmp_path):
-    folder = tmp_path / "saved" / "deep"
+    folder = tmp_path / "saved" / "100% of it #1"
     save(source, folder)
     with OrbaxSource(folder) as saved:
         assert saved.names() == source.names()
@@ -48,7 +48,7 @@ def test_round_trip(source, tmp_path):
         assert "3 tensors" in saved.describe()
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         assert (folder / name).read_text() == (tmp_path / "hf" / name).read_text()
-    assert [path.name for path in folder.parent.iterdir()] == ["deep"]
+    assert [path.name for path in folder.parent.iterdir()] == [folder.name]
 
 
 def test_plain_orbax_reads_it(source, tmp_path):

@@ -104,6 +104,8 @@ def test_what_is_no_checkpoint(tmp_path):
     refused(tmp_path, "m.pt", "safe_serialization")
     (tmp_path / "empty").mkdir()
     refused(tmp_path / "empty", "no .safetensors")
+    write_gguf(tmp_path / "empty" / "m.gguf")
+    refused(tmp_path / "empty", "m.gguf")
     (tmp_path / "text.txt").write_text("hello")
     refused(tmp_path / "text.txt", "GGUF")
 

@@ -148,6 +148,12 @@ def test_text_survives(smollm, spm, text):
         assert spm.decode(spm.encode(text)) == text
 
 
+def test_text_that_is_not_unicode(smollm):
+    for text in ("a\ud800", b"bytes", 3):
+        with pytest.raises(RequestError, match="Unicode"):
+            smollm.encode(text)
+
+
 def test_characters_are_never_split(smollm):
     stream = StreamDecoder(smollm)
     pieces = [stream.push(index) for index in smollm.encode("a 🎉🇫🇷 สวัสดี")]

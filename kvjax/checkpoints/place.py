@@ -169,10 +169,15 @@ def _on_host(sharding: jax.sharding.Sharding | None) -> bool:
 
 
 def _put(host: np.ndarray, sharding: jax.sharding.Sharding | None) -> jax.Array:
-    """Hands an array over. It must not be written afterwards: a CPU device may have adopted its memory."""
+    """Hands an array over. It must not be written afterwards: a CPU device may have adopted its memory.
+
+    Waits for an accelerator to have it: transfers under way would keep their host copies, one leaf upon the other.
+    """
     if sharding is None:
-        return jax.device_put(host)
-    return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
+        array = jax.device_put(host)
+    else:
+        array = jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
+    return array if _on_host(sharding) else array.block_until_ready()
 
 
 def _init_leaf(

@@ -18,6 +18,7 @@ from kvjax.types import Family
 DEFAULT_NAMES = ("default", "smollm2")
 _REPO = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+?)(?:@(?P<revision>[\w./-]+))?(?::(?P<file>[\w./-]+\.gguf))?")
 _FILES = ["*.safetensors", "*.json", "*.jinja", "tokenizer*"]
+_NOT_FILES = ["*/*", "consolidated*"]  # the same weights again, as Meta's and Mistral's own code wants them
 _SUFFIXES = (".gguf", ".safetensors", ".json", ".bin", ".pt", ".pth", ".ckpt")
 
 
@@ -81,7 +82,7 @@ def _fetch(repo: str, revision: str | None, file: str | None) -> str:
         if file is not None:
             return huggingface_hub.hf_hub_download(repo, file, revision=revision)
         return huggingface_hub.snapshot_download(
-            repo, revision=revision, allow_patterns=_FILES, ignore_patterns=["*/*"]
+            repo, revision=revision, allow_patterns=_FILES, ignore_patterns=_NOT_FILES
         )
     except errors.GatedRepoError as error:
         reason = "asks for access: accept its terms on its page of the Hugging Face hub and run `hf auth login`"

@@ -144,7 +144,10 @@ def _shards(folder: epath.Path) -> tuple[epath.Path, ...]:
             f"{folder} holds only a pickle ({pickles[0]}), which can run code when read: convert it with "
             "transformers' AutoModelForCausalLM.from_pretrained(...).save_pretrained(..., safe_serialization=True)."
         )
-    raise ModelError(f"{folder} holds no .safetensors file: give a Hugging Face checkpoint folder or a .gguf file.")
+    ggufs = [file.name for file in files if file.suffix == ".gguf"]
+    other = "give a Hugging Face checkpoint folder or a .gguf file"
+    remedy = f"name the file itself, {ggufs[0]}" if ggufs else other
+    raise ModelError(f"{folder} holds no .safetensors file: {remedy}.")
 
 
 def _indexed_shards(folder: epath.Path, index: Mapping[str, Any]) -> tuple[epath.Path, ...]:

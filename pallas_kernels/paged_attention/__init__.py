@@ -29,12 +29,12 @@ def paged_attention(
 
     Args:
       q: (T, N, H) queries; tokens behind row_starts[B] are padding.
-      k_pages: (P, K, R, H); N is a multiple of K.
-      v_pages: (P, K, R, Hv).
+      k_pages: (P, K, R, H), or (P, R, K, H) in the token-major layout; N is a multiple of K.
+      v_pages: (P, K, R, Hv), or (P, R, K, Hv).
       table: (B, M) int32 physical pages of each slot; entries behind its length may be anything.
       lengths: (B,) int32 rows of each slot, those of this step included.
       row_starts: (B + 1,) int32, not decreasing, from 0.
-      spec: scale, window, soft cap.
+      spec: scale, window, soft cap, layout.
       max_query: static; no slot has more tokens than this. 1 for a decode step.
       backend: "xla", or "reference" for the oracle.
 
@@ -46,8 +46,9 @@ def paged_attention(
       NotImplementedError: for a backend that does not exist.
       ValueError: when N is not a multiple of K.
     """
-    if q.shape[1] % k_pages.shape[1]:
-        raise ValueError(f"{q.shape[1]} query heads do not divide into {k_pages.shape[1]} kv heads")
+    kv_heads = k_pages.shape[1 if spec.layout == "head_major" else 2]
+    if q.shape[1] % kv_heads:
+        raise ValueError(f"{q.shape[1]} query heads do not divide into {kv_heads} kv heads")
     if backend == "xla":
         return xla.paged_attention(q, k_pages, v_pages, table, lengths, row_starts, spec, max_query)
     if backend == "reference":

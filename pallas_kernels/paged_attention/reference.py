@@ -32,15 +32,17 @@ def paged_attention(
 ) -> tuple[jax.Array, jax.Array]:
     """Gathers every slot's whole context for every token, then a dense softmax. Arguments as in `__init__`."""
     T, N, _ = q.shape
-    _, K, R, _ = k_pages.shape
+    if spec.layout == "head_major":
+        k_pages, v_pages = k_pages.swapaxes(1, 2), v_pages.swapaxes(1, 2)
+    _, R, K, _ = k_pages.shape
     B, M = table.shape
     slots = query_slots(row_starts, T)
     positions = query_positions(row_starts, lengths, slots)
     safe = jnp.minimum(slots, B - 1)
 
-    # (B, M, K, R, H) → (B, S, K, H) → one context per token (T, S, K, H)
-    k = k_pages.at[table].get(mode="clip").swapaxes(2, 3).reshape(B, M * R, K, -1)[safe].astype(jnp.float32)
-    v = v_pages.at[table].get(mode="clip").swapaxes(2, 3).reshape(B, M * R, K, -1)[safe].astype(jnp.float32)
+    # (B, M, R, K, H) → (B, S, K, H) → one context per token (T, S, K, H)
+    k = k_pages.at[table].get(mode="clip").reshape(B, M * R, K, -1)[safe].astype(jnp.float32)
+    v = v_pages.at[table].get(mode="clip").reshape(B, M * R, K, -1)[safe].astype(jnp.float32)
     key_position = jnp.arange(M * R, dtype=jnp.int32)[None, :]
     visible = (key_position <= positions[:, None]) & (slots < B)[:, None]
     if spec.window is not None:

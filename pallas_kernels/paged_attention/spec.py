@@ -13,11 +13,13 @@ class AttentionSpec:
       scale: multiplies q·k.
       window: keys a query sees, itself included; None sees all before it.
       soft_cap: c in c·tanh(logit / c) (Gemma 2); None leaves the logits as they are.
+      layout: of the pages, one of `kvjax.pallas_kernels.LAYOUTS`.
     """
 
     scale: float
     window: int | None = None
     soft_cap: float | None = None
+    layout: str = "head_major"
 
     def __post_init__(self):
         if self.window is not None and self.window < 1:

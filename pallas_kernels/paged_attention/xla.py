@@ -49,7 +49,10 @@ def paged_attention(
 ) -> tuple[jax.Array, jax.Array]:
     """Arguments as in `kvjax.pallas_kernels.paged_attention.paged_attention`."""
     T, N, _ = q.shape
-    _, K, R, Hv = v_pages.shape
+    head_major = spec.layout == "head_major"
+    _, *inner, Hv = v_pages.shape
+    K, R = inner if head_major else inner[::-1]
+    rows = "bkrh" if head_major else "brkh"
     B, _ = table.shape
     G = N // K
     C = min(BLOCK, 1 << (max_query - 1).bit_length())
@@ -81,8 +84,9 @@ def paged_attention(
             v = v_pages.at[physical].get(mode="clip")
             # Rows beyond the length belong to nobody and may hold NaN: they must not come back as 0 × NaN.
             owned = page * R + jnp.arange(R, dtype=jnp.int32)[None, :] < lengths[slot][:, None]
-            v = jnp.where(owned[:, None, :, None], v, jnp.zeros((), v.dtype))
-            s = _dot("bkch,bkrh->bkcr", queries, k) * jnp.float32(spec.scale)
+            owned = owned[:, None, :, None] if head_major else owned[:, :, None, None]
+            v = jnp.where(owned, v, jnp.zeros((), v.dtype))
+            s = _dot(f"bkch,{rows}->bkcr", queries, k) * jnp.float32(spec.scale)
             if spec.soft_cap is not None:
                 s = jnp.float32(spec.soft_cap) * jnp.tanh(s / jnp.float32(spec.soft_cap))
             seen = jnp.repeat(visible_keys(position, page), G, axis=1)[:, None]
@@ -90,7 +94,7 @@ def paged_attention(
             m_new = jnp.maximum(m, s.max(axis=-1))
             shrink = jnp.exp(m - m_new)
             p = jnp.where(seen, jnp.exp(s - m_new[..., None]), 0.0)
-            acc = acc * shrink[..., None] + _dot("bkcr,bkrh->bkch", p, v)
+            acc = acc * shrink[..., None] + _dot(f"bkcr,{rows}->bkch", p, v)
             return m_new, l * shrink + p.sum(axis=-1), acc
 
         first_page = jnp.int32(0)

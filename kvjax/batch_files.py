@@ -1,0 +1,311 @@
+"""The files of a batch job: its input, and records that survive whatever stops the job.
+
+out.jsonl        records in the order of their lines, only ever appended to
+out.jsonl.job    what they were made from: a rerun with anything else is refused
+out.jsonl.part   records that finished before an earlier line did; gone when the job is done
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, BinaryIO, NoReturn
+
+from kvjax.errors import UserError
+
+PathLike = str | os.PathLike[str]
+
+
+class Input:
+    """The lines of a seekable file, hashed and counted in one pass; one iteration at a time.
+
+    Attributes:
+      total: how many lines there are.
+      digest: SHA-256 of all of them.
+    """
+
+    def __init__(self, file: BinaryIO):
+        self._file = file
+        digest = hashlib.sha256()
+        self.total = 0
+        for raw in file:
+            digest.update(raw)
+            self.total += 1
+        self.digest = digest.hexdigest()
+
+    def __iter__(self) -> Iterator[bytes]:
+        self._file.seek(0)
+        yield from self._file
+
+
+@contextlib.contextmanager
+def opened_input(source: PathLike) -> Iterator[Input]:
+    """The lines of a file, of an object in a bucket, or for "-" of the standard input. Raises UserError."""
+    from etils import epath
+
+    with contextlib.ExitStack() as stack:
+        try:
+            if os.fspath(source) == "-":
+                file = stack.enter_context(tempfile.TemporaryFile())
+                shutil.copyfileobj(sys.stdin.buffer, file)
+                file.seek(0)
+            else:
+                file = stack.enter_context(epath.Path(source).expanduser().open("rb"))  # type: ignore[arg-type]
+            lines = Input(file)  # type: ignore[arg-type]
+        except FileNotFoundError:
+            raise UserError(f"There is no such file: {os.fspath(source)}.") from None
+        except OSError as error:
+            raise UserError(f"{os.fspath(source)} cannot be read ({error.strerror or error}).") from error
+        yield lines
+
+
+class Records:
+    """Puts records into the order of their lines, and writes them as soon as none before is missing.
+
+    Attributes:
+      next: the line whose record is written next.
+      waiting: records of later lines.
+    """
+
+    def __init__(self, file: BinaryIO):
+        self._file = file
+        self.next = 0
+        self.waiting: dict[int, bytes] = {}
+
+    @property
+    def done(self) -> int:
+        return self.next + len(self.waiting)
+
+    def add(self, index: int, record: bytes) -> None:
+        self.waiting[index] = record
+
+    def flush(self) -> None:
+        """Writes what can be written."""
+        while self.next in self.waiting:
+            self._file.write(self.waiting.pop(self.next))
+            self.next += 1
+        self._file.flush()
+
+
+class _Durable(Records):
+    """Records in a file, those out of order in a journal beside it; on the disk when `flush` returns."""
+
+    def __init__(self, path: Path, journal: BinaryIO, custom_ids: Iterator[Any], total: int):
+        """Goes on from what is there. Raises UserError if that is not what this job wrote."""
+        done = _recover(path, custom_ids)
+        super().__init__(path.open("ab"))
+        self._path, self._journal, self.next = path, journal, done
+        self.waiting = _recover_journal(_beside(path, ".part"), self.next, total)
+        self._journaled = set(self.waiting)
+
+    def flush(self) -> None:
+        try:
+            super().flush()
+            os.fsync(self._file.fileno())
+            self._flush_journal()
+        except OSError as error:
+            reason = f"{self._path} cannot be written ({error.strerror or error})"
+            raise UserError(f"{reason}: what is in it stays, and a rerun goes on from there.") from error
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _flush_journal(self) -> None:
+        if not self.waiting:  # all of it is in the file, and on the disk
+            self._journal.truncate(0)
+        for index in self.waiting.keys() - self._journaled:
+            self._journal.write(self.waiting[index])
+        self._journaled = set(self.waiting)
+        self._journal.flush()
+        os.fsync(self._journal.fileno())
+
+
+@contextlib.contextmanager
+def opened_records(
+    target: PathLike, job: Mapping[str, Any], custom_ids: Iterator[Any], total: int, overwrite: bool
+) -> Iterator[Records]:
+    """The records of a job, with those of an earlier run.
+
+    Args:
+      target: a path; `gs://…`, where nothing can be appended, is worked on in a local copy and written at the end,
+        also when an exception or Ctrl-C ends it; "-" is the standard output, which knows no earlier run.
+      job: what the records are made from.
+      custom_ids: of the input's lines, in order.
+      total: number of lines.
+      overwrite: whether to delete the records of an earlier run first.
+
+    Raises:
+      UserError: the target belongs to another job, or cannot be written.
+    """
+    if os.fspath(target) == "-":
+        yield Records(sys.stdout.buffer)
+        return
+    with _working_copy(os.fspath(target)) as (path, publish), _locked_journal(path) as journal:
+        try:
+            if overwrite:
+                _discard(path, journal)
+            _claim(path, job)
+            records = _Durable(path, journal, custom_ids, total)
+        except OSError as error:
+            raise UserError(f"{path} cannot be written ({error.strerror or error}).") from error
+        try:
+            yield records
+        finally:
+            records.flush()
+            records.close()
+            publish()
+
+
+def _beside(path: Path, suffix: str) -> Path:
+    return path.with_name(path.name + suffix)
+
+
+@contextlib.contextmanager
+def _locked_journal(path: Path) -> Iterator[BinaryIO]:
+    """Two jobs in one file would tear each other's records apart; the lock ends with the process, however it ends."""
+    name = _beside(path, ".part")
+    try:
+        journal = name.open("ab")
+    except OSError as error:
+        raise UserError(f"{path} cannot be written ({error.strerror or error}).") from error
+    with journal:
+        try:
+            fcntl.flock(journal, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(f"Another job is writing {path}: wait for it, or write to another file.") from None
+        try:
+            yield journal
+        finally:
+            journal.flush()
+            if not name.stat().st_size:
+                name.unlink()
+
+
+def _discard(path: Path, journal: BinaryIO) -> None:
+    # The note first: records without one are refused, so that a crash in between cannot mix two jobs.
+    _beside(path, ".job").unlink(missing_ok=True)
+    journal.truncate(0)
+    path.unlink(missing_ok=True)
+
+
+def _claim(path: Path, job: Mapping[str, Any]) -> None:
+    """Notes what the records are made from; refuses a file with records of anything else."""
+    note = _beside(path, ".job")
+    if any(file.exists() and file.stat().st_size for file in (path, _beside(path, ".part"))):
+        if not note.exists():
+            _refuse(f"{path} exists, and {note.name} is not there to say what its records were made from")
+        _refuse_other(path, _read_object(note.read_bytes()) or {}, json.loads(json.dumps(job)))
+        return
+    part = _beside(note, ".new")
+    with part.open("w") as file:
+        json.dump(job, file, indent=1)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(part, note)
+
+
+def _refuse_other(path: Path, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    before, now = _flat(before), _flat(now)
+    if before.get("input") != now["input"]:
+        _refuse(f"{path} has records of another input")
+    for key in [*now, *before]:
+        if before.get(key) != now.get(key):
+            _refuse(f"{path} was begun with {key} {before.get(key)!r}, not {now.get(key)!r}")
+
+
+def _flat(job: Mapping[str, Any]) -> dict[str, Any]:
+    """{"defaults": {"top_k": 3}} → {"default top_k": 3}, so that each can be named."""
+    flat = {}
+    for key, value in job.items():
+        inner = {f"default {name}": item for name, item in value.items()} if isinstance(value, dict) else {key: value}
+        flat.update(inner)
+    return flat
+
+
+def _refuse(reason: str) -> NoReturn:
+    raise UserError(f"{reason}: write to another file, or begin anew with --overwrite (overwrite=True in Python).")
+
+
+def _recover(path: Path, custom_ids: Iterator[Any]) -> int:
+    """Cuts off a record that is not whole, and returns how many remain; all of them fit the input."""
+    count = whole = 0
+    if not path.exists():
+        return 0
+    with path.open("rb") as file:
+        for raw in file:
+            if not raw.endswith(b"\n"):
+                break
+            record = _read_object(raw)
+            # StopIteration's stand-in is equal to nothing: a record too many is refused, too.
+            if record is None or record.get("index") != count or record.get("custom_id") != next(custom_ids, object()):
+                _refuse(f"Line {count + 1} of {path} is not what this job wrote there")
+            count += 1
+            whole += len(raw)
+    _cut(path, whole)
+    return count
+
+
+def _recover_journal(path: Path, start: int, total: int) -> dict[int, bytes]:
+    """Records of lines from `start` on. Cuts off a record that is not whole."""
+    found = {}
+    whole = 0
+    with path.open("rb") as file:
+        for raw in file:
+            record = _read_object(raw) if raw.endswith(b"\n") else None
+            if record is None:
+                break
+            whole += len(raw)
+            if start <= record["index"] < total:
+                found[record["index"]] = raw
+    _cut(path, whole)
+    return found
+
+
+def _cut(path: Path, size: int) -> None:
+    if path.stat().st_size > size:  # a finished file keeps its time
+        os.truncate(path, size)
+
+
+def _read_object(raw: bytes) -> dict[str, Any] | None:
+    try:
+        value = json.loads(raw)
+    except ValueError:
+        return None
+    return value if isinstance(value, dict) else None
+
+
+@contextlib.contextmanager
+def _working_copy(target: str) -> Iterator[tuple[Path, Callable[[], None]]]:
+    """A local path to work on, and what brings it to its place."""
+    if not _is_remote(target):
+        yield Path(target).expanduser(), lambda: None
+        return
+    from etils import epath
+
+    with tempfile.TemporaryDirectory() as folder:
+        here = Path(folder) / target.rsplit("/", 1)[-1]
+        pairs = [(epath.Path(target + suffix), _beside(here, suffix)) for suffix in (".job", ".part", "")]
+        for remote, local in pairs:
+            if remote.exists():
+                local.write_bytes(remote.read_bytes())
+
+        def publish() -> None:
+            for remote, local in pairs:
+                if local.exists() and (local.stat().st_size or not local.name.endswith(".part")):
+                    remote.write_bytes(local.read_bytes())
+                elif remote.exists():
+                    remote.unlink()
+
+        yield here, publish
+
+
+def _is_remote(target: str) -> bool:
+    return "://" in target

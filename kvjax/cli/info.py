@@ -1,0 +1,108 @@
+"""`kvjax info`: what a checkpoint is, and what its cache will cost. No weight is read."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import json
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+import typer
+
+_STORAGES = ("float32", "bfloat16")
+_CONTEXTS = 1024
+
+
+def info(
+    model: Annotated[str | None, typer.Argument(help="Model, as for generate (default: SmolLM2-135M)")] = None,
+    context: Annotated[int | None, typer.Option(help="Longest prompt with output to serve")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object")] = False,
+) -> None:
+    """Show a model's configuration and the bytes of its KV cache."""
+    facts = describe(model, context)
+    print(json.dumps(facts, indent=1, ensure_ascii=False) if as_json else _table(facts))
+
+
+def describe(what: str | None, context: int | None = None) -> dict[str, Any]:
+    """Facts about a checkpoint, from its headers alone. Raises ModelError."""
+    from kvjax.checkpoints.resolve import open_checkpoint
+    from kvjax.checkpoints.source import parameter_count
+    from kvjax.models import FAMILIES, family_of
+    from kvjax.tokenizer import Tokenizer
+
+    with open_checkpoint(what, FAMILIES) as source:
+        family = family_of(source.config)
+        config = family.config(source.config, context)
+        tokenizer = Tokenizer.from_source(source)
+        dtypes = collections.Counter(source.dtype(name).name for name in source.names())
+        return {
+            "model": source.describe(),
+            "architecture": next(name for name in source.config["architectures"] if name in family.architectures),
+            "family": family.name,
+            "layers": len(family.kv_specs(config, "float32")),
+            **dataclasses.asdict(config),
+            "parameters": parameter_count(source),
+            "dtypes": dict(dtypes),
+            "kv": {storage: _kv(family.kv_specs(config, storage), config.context) for storage in _STORAGES},
+            "chat_template": tokenizer.chat_template is not None,
+            "bos_id": tokenizer.bos_id,
+            "eos_ids": list(tokenizer.eos_ids),
+        }
+
+
+def _kv(specs: Any, context: int) -> dict[str, int]:
+    token = sum(spec.row_bytes for spec in specs)
+    return {"bytes_per_token": token, "bytes_at_1024": token * _CONTEXTS, "bytes_at_context": token * context}
+
+
+def _table(facts: Mapping[str, Any]) -> str:
+    rows = {}
+    for name, value in facts.items():
+        if name == "kv":
+            for storage, sizes in value.items():
+                rows[f"kv {storage}"] = _sizes(sizes, facts["context"])
+        elif name == "windows":
+            rows[name] = _windows(value)
+        elif name == "rope":
+            rows[name] = _rope(value)
+        elif name == "dtypes":
+            rows[name] = ", ".join(f"{kind} ({count} tensors)" for kind, count in value.items())
+        else:
+            rows[name] = _short(value)
+    width = max(map(len, rows)) + 2
+    return "\n".join(f"{name.replace('_', ' '):{width}}{value}" for name, value in rows.items())
+
+
+def _sizes(sizes: Mapping[str, int], context: int) -> str:
+    at = f"{_bytes(sizes['bytes_at_1024'])} at 1,024 tokens, {_bytes(sizes['bytes_at_context'])} at {context:,}"
+    return f"{sizes['bytes_per_token']:,} bytes per token: {at}"
+
+
+def _rope(rope: Mapping[str, Any]) -> str:
+    plain = ("kind", "theta", "dim")  # the others say how a scaled one is stretched
+    shown = rope if rope.get("kind") != "default" else {key: rope[key] for key in plain}
+    return ", ".join(f"{key} {_short(item)}" for key, item in shown.items() if item not in (None, ()))
+
+
+def _windows(windows: tuple[int | None, ...]) -> str:
+    sliding = sorted({window for window in windows if window is not None})
+    layers = sum(window is not None for window in windows)
+    return f"{', '.join(map(str, sliding))} in {layers} of {len(windows)} layers" if sliding else "none"
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, int):
+        return f"{value:,}"
+    if isinstance(value, list | tuple):
+        return f"{len(value)} numbers" if len(value) > 8 else ", ".join(map(str, value))
+    return str(value)
+
+
+def _bytes(count: int) -> str:
+    for size, unit in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
+        if count >= size:
+            return f"{count / size:.1f} {unit}"
+    return f"{count} bytes"

@@ -1,0 +1,88 @@
+"""What commands do around the model: the compilation cache, status lines, and text that appears piece by piece."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from kvjax.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from kvjax.llm import LLM
+
+
+def keep_compiled() -> None:
+    """Lets XLA keep what it compiles on the disk: the second run of a command starts many seconds sooner.
+
+    KVJAX_NO_COMPILE_CACHE=1 turns it off; a place that the user gave JAX is left alone.
+    """
+    if os.environ.get("KVJAX_NO_COMPILE_CACHE", "0") not in ("", "0"):
+        return
+    import jax
+
+    from kvjax.checkpoints.default_model import cache_folder
+
+    if jax.config.jax_compilation_cache_dir is None:  # type: ignore[attr-defined]
+        jax.config.update("jax_compilation_cache_dir", str(cache_folder() / "xla"))
+    if "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS" not in os.environ:
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+
+
+@contextlib.contextmanager
+def status(text: str) -> Iterator[None]:
+    """Shows what is going on, to a person who looks; the text of the output stays alone on stdout."""
+    if not sys.stderr.isatty():
+        yield
+        return
+    from rich.console import Console
+
+    with Console(stderr=True).status(text):
+        yield
+
+
+def note(text: str) -> None:
+    """A line for a person who looks."""
+    if sys.stderr.isatty():
+        from rich.console import Console
+
+        Console(stderr=True).print(text, style="dim", highlight=False, markup=False)
+
+
+def fitted(llm: LLM, prompt: Sequence[int], sampling: dict[str, Any], most: int = 256) -> SamplingParams:
+    """Sampling parameters; a length that the user did not choose is what the context has room for."""
+    room = max(1, llm.context - len(prompt))
+    return SamplingParams.from_dict({"max_new_tokens": min(most, room), **sampling})
+
+
+def speak(llm: LLM, prompt: Sequence[int], params: SamplingParams, seed: int, end: str) -> Iterator[str]:
+    """Streams an answer and then `end` to stdout; yields the pieces, so that an interrupted caller has them.
+
+    Raises:
+      RequestError: the prompt or the parameters can never be served.
+    """
+    pieces = llm.stream(prompt, params, seed=seed)
+    with status("compiling"):
+        first = next(pieces, "")
+    began, later = time.monotonic(), ""
+    for piece in itertools.chain([first], pieces):
+        sys.stdout.write(piece)
+        sys.stdout.flush()
+        yield piece
+        later += piece if piece is not first else ""
+    sys.stdout.write(end)
+    sys.stdout.flush()
+    _note_speed(llm, len(prompt), first, later, time.monotonic() - began)
+
+
+def _note_speed(llm: LLM, prompt: int, first: str, later: str, seconds: float) -> None:
+    """The first piece comes with prompt and compilation behind it; the speed is that of what follows."""
+    if sys.stderr.isatty():
+        # A stream yields text: what counts is how many tokens the tokenizer makes of it.
+        before, after = (len(llm.tokenizer.encode(text, add_special_tokens=False)) for text in (first, later))
+        speed = f", {after / seconds:.1f} tokens/s" if after and seconds else ""
+        note(f"{prompt} tokens of prompt, {before + after} tokens of output{speed}")

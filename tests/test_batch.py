@@ -1,0 +1,387 @@
+"""Batch jobs from file to file: order, error records, and going on after every kind of stop."""
+
+import contextlib
+import dataclasses
+import fcntl
+import json
+import random
+
+import golden_models
+import pytest
+
+import kvjax
+from kvjax import batch, batch_files
+from kvjax.errors import UserError
+
+DEFAULTS = {"max_new_tokens": 6}
+WORDS = ("bado", "fu", "gi le", "mi", "no so", "ra")
+
+
+@pytest.fixture(scope="module")
+def llm(tmp_path_factory):
+    return kvjax.load(golden_models.write_checkpoint("tiny_llama", tmp_path_factory.mktemp("model") / "m"), slots=2)
+
+
+@pytest.fixture(scope="module")
+def job(llm, tmp_path_factory):
+    """An input of 12 lines, some of them bad, with the output of an undisturbed run."""
+    folder = tmp_path_factory.mktemp("job")
+    lines = [{"prompt": word, "custom_id": f"é-{i}", "temperature": 0.9} for i, word in enumerate(WORDS)]
+    lines[1]["max_new_tokens"] = 30  # ends after the lines behind it
+    lines[3]["n"] = 2
+    text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines[:4])
+    text += "{broken\n" + json.dumps({"prompt": "a" * 300}) + "\n"
+    text += "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines[4:])
+    (folder / "in.jsonl").write_text(text)
+    batch.run(llm, folder / "in.jsonl", folder / "out.jsonl", defaults=DEFAULTS)
+    return folder
+
+
+def run_lines(llm, folder, lines, **options):
+    raw = b"".join((line if isinstance(line, bytes) else json.dumps(line).encode()) + b"\n" for line in lines)
+    (folder / "in.jsonl").write_bytes(raw)
+    summary = batch.run(llm, folder / "in.jsonl", folder / "out.jsonl", **({"defaults": DEFAULTS} | options))
+    return summary, read(folder / "out.jsonl")
+
+
+def read(path):
+    return [json.loads(line) for line in path.read_bytes().splitlines()]
+
+
+def copy(job, folder, *suffixes):
+    """A fresh folder with the job's input and, of its results, those asked for."""
+    for name in ("in.jsonl", *(f"out.jsonl{suffix}" for suffix in suffixes)):
+        (folder / name).write_bytes((job / name).read_bytes())
+    return folder / "in.jsonl", folder / "out.jsonl"
+
+
+def test_records_hold_what_generate_gives(llm, tmp_path):
+    messages = [{"role": "user", "content": "hi"}]
+    lines = [
+        {"prompt": "bado", "custom_id": "one", "max_tokens": 4},
+        {"messages": messages, "custom_id": 2, "params": {"max_new_tokens": 3, "stop": None}},
+        {"prompt": [5, 6, 7]},
+    ]
+    summary, records = run_lines(llm, tmp_path, lines)
+    expected = [
+        llm.generate("bado", max_new_tokens=4),
+        llm.generate(messages, max_new_tokens=3),
+        llm.generate([5, 6, 7], max_new_tokens=6),
+    ]
+    assert records == [
+        {
+            "custom_id": name,
+            "index": i,
+            "text": completion.text,
+            "finish_reason": completion.finish_reason,
+            "prompt_tokens": len(completion.prompt_tokens),
+            "completion_tokens": len(completion.tokens),
+        }
+        for i, (name, completion) in enumerate(zip(("one", 2, None), expected, strict=True))
+    ]
+    assert (summary.lines, summary.resumed, summary.errors) == (3, 0, 0)
+    assert summary.prompt_tokens == sum(len(completion.prompt_tokens) for completion in expected)
+    assert summary.completion_tokens == sum(len(completion.tokens) for completion in expected)
+
+
+def test_samples_and_seeds_are_those_of_the_job(llm, tmp_path):
+    line = {"prompt": "bado", "n": 2, "temperature": 1.0}
+    _, records = run_lines(llm, tmp_path, [line, line, {**line, "seed": 3}], seed=5)
+    params = kvjax.SamplingParams(max_new_tokens=6, n=2, temperature=1.0)
+    expected = llm.generate(["bado"] * 2, params, seed=5)
+    for record, completion in zip(records, expected, strict=False):
+        assert [sample["text"] for sample in record["samples"]] == [sample.text for sample in completion.samples]
+        assert [sample["completion_tokens"] for sample in record["samples"]] == [6, 6]
+        assert record["text"] == record["samples"][0]["text"]
+        assert record["completion_tokens"] == 12
+    own = llm.generate("bado", max_new_tokens=6, n=2, temperature=1.0, seed=3)
+    assert records[2]["text"] == own.text
+    assert records[0]["text"] != records[1]["text"]
+
+
+def test_logprobs(llm, tmp_path):
+    _, (record, plain) = run_lines(llm, tmp_path, [{"prompt": "bado", "logprobs": 2}, {"prompt": "bado"}])
+    completion = llm.generate(["bado", "bado"], max_new_tokens=6, logprobs=2)[0]
+    assert "logprobs" not in plain
+    assert [entry["token"] for entry in record["logprobs"]] == list(completion.tokens)
+    for entry, expected in zip(record["logprobs"], completion.logprobs, strict=True):
+        assert entry["logprob"] == pytest.approx(expected.chosen, abs=2e-4)
+        assert {one["token"]: one["logprob"] for one in entry["top"]} == pytest.approx(expected.top, abs=2e-4)
+
+
+BAD_LINES = [
+    (b"{broken", "not valid JSON"),
+    (b"", "it is empty"),
+    (b"[1, 2]", "not a JSON object"),
+    ("é".encode() * 90, "not valid JSON"),
+    (b'"' + "é".encode() * 90 + b'"', "not a JSON object"),
+    (b'{"prompt": "\xff"}', "not valid JSON"),
+    (b"[" * 100000, "not valid JSON"),
+    ({}, "neither"),
+    ({"prompt": "a", "messages": []}, "both"),
+    ({"prompt": 3}, "prompt must be"),
+    ({"prompt": None}, "prompt must be"),
+    ({"prompt": []}, "empty"),
+    ({"prompt": [1, True]}, "prompt must be"),
+    ({"prompt": [1, 320]}, "vocabulary"),
+    ({"prompt": [10**50]}, "vocabulary"),
+    ({"prompt": "\ud800"}, "Unicode"),
+    ({"prompt": "a" * 300}, "exceed the context of 256"),
+    ({"messages": "hi"}, "messages must be"),
+    ({"messages": [{"role": "user"}]}, "content"),
+    ({"prompt": "a", "custom_id": [1]}, "custom_id"),
+    ({"prompt": "a", "temprature": 1}, "did you mean temperature?"),
+    ({"prompt": "a", "params": {"temprature": 1}}, "did you mean temperature?"),
+    ({"prompt": "a", "params": 3}, "params must be"),
+    ({"prompt": "a", "top_k": 1, "params": {"top_k": 2}}, "top_k is given twice"),
+    ({"prompt": "a", "max_tokens": 1, "params": {"max_new_tokens": 2}}, "given twice"),
+    ({"prompt": "a", "temperature": "hot"}, "temperature"),
+    ({"prompt": "a", "temperature": -1}, "temperature"),
+    (b'{"prompt": "a", "temperature": NaN}', "temperature"),
+    (b'{"prompt": "a", "temperature": 1' + b"0" * 400 + b"}", ""),
+    ({"prompt": "a", "n": 10**6}, "n is 1000000"),
+    ({"prompt": "a", "logit_bias": {"9" * 5000: 1}}, ""),
+    ({"prompt": "a", "stop": [""]}, "stop"),
+]
+
+
+def test_bad_lines_get_records_and_the_others_go_on(llm, tmp_path):
+    lines = [{"prompt": "bado"}, *(line for line, _ in BAD_LINES), {"prompt": "fu", "custom_id": "last"}]
+    summary, records = run_lines(llm, tmp_path, lines)
+    assert summary.errors == len(BAD_LINES)
+    assert [record["index"] for record in records] == list(range(len(lines)))
+    for record, (line, part) in zip(records[1:-1], BAD_LINES, strict=True):
+        assert part in record["error"]["message"], line
+        assert "text" not in record
+    assert records[0]["text"] == llm.generate("bado", max_new_tokens=6).text
+    assert records[-1]["text"] == llm.generate("fu", max_new_tokens=6).text
+    assert records[-1]["custom_id"] == "last"
+
+
+def test_a_cache_too_small_for_one_line_stops_that_line_only(llm, tmp_path):
+    small = kvjax.LLM(llm.model, llm.tokenizer, dataclasses.replace(llm.options, kv_bytes=60_000))
+    _, records = run_lines(small, tmp_path, [{"prompt": "bado"}, {"prompt": "a", "max_new_tokens": 200}])
+    assert records[0]["text"] == llm.generate("bado", max_new_tokens=6).text
+    assert "kv_bytes" in records[1]["error"]["message"]
+
+
+def test_defaults_give_way_to_lines_and_null_means_default(llm, tmp_path):
+    lines = [{"prompt": "bado"}, {"prompt": "bado", "max_tokens": 2}, {"prompt": "bado", "max_new_tokens": None}]
+    _, records = run_lines(llm, tmp_path, lines)
+    assert [record["completion_tokens"] for record in records] == [6, 2, 6]
+
+
+def test_custom_ids_that_are_not_text_in_utf8_are_escaped(llm, tmp_path):
+    _, records = run_lines(llm, tmp_path, [{"custom_id": "\ud800", "prompt": "a", "top_k": -1}])
+    assert records[0]["custom_id"] == "\ud800"
+
+
+def test_empty_input(llm, tmp_path):
+    summary, records = run_lines(llm, tmp_path, [])
+    assert (summary.lines, records) == (0, [])
+
+
+def test_windows_change_nothing(llm, job, tmp_path, monkeypatch):
+    monkeypatch.setattr(batch, "WINDOW", 3)
+    source, target = copy(job, tmp_path)
+    batch.run(llm, source, target, defaults=DEFAULTS)
+    assert target.read_bytes() == (job / "out.jsonl").read_bytes()
+
+
+def test_a_finished_job_is_left_alone(job, tmp_path):
+    source, target = copy(job, tmp_path, "", ".job")
+    before = target.stat()
+
+    def never():
+        raise AssertionError("the model was loaded")
+
+    settings = {key: value for key, value in read_job(tmp_path).items() if key not in ("input", "seed", "defaults")}
+    summary = batch.run(never, source, target, defaults=DEFAULTS, settings=settings)
+    assert summary.resumed == summary.lines == 8
+    assert (target.stat().st_mtime_ns, target.stat().st_size) == (before.st_mtime_ns, before.st_size)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in.jsonl", "out.jsonl", "out.jsonl.job"]
+
+
+def read_job(folder):
+    return json.loads((folder / "out.jsonl.job").read_text())
+
+
+def test_resumes_after_a_cut_anywhere(llm, job, tmp_path):
+    whole = (job / "out.jsonl").read_bytes()
+    source, target = copy(job, tmp_path, "", ".job")
+    ends = [i + 1 for i, byte in enumerate(whole) if byte == ord("\n")]
+    cuts = {0, 1, ends[0] - 1, ends[0], ends[3] + 5, ends[4], ends[-2], len(whole) - 1}
+    for cut in sorted(cuts):
+        target.write_bytes(whole[:cut])
+        summary = batch.run(llm, source, target, defaults=DEFAULTS)
+        assert target.read_bytes() == whole
+        assert summary.resumed == sum(end <= cut for end in ends)
+
+
+def test_resumes_after_a_cut_inside_a_character(llm, job, tmp_path):
+    whole = (job / "out.jsonl").read_bytes()
+    source, target = copy(job, tmp_path, "", ".job")
+    target.write_bytes(whole[: whole.index("é".encode()) + 1])
+    batch.run(llm, source, target, defaults=DEFAULTS)
+    assert target.read_bytes() == whole
+
+
+@pytest.mark.parametrize("torn", [False, True])
+def test_records_out_of_order_are_kept_in_the_journal(llm, job, tmp_path, torn, monkeypatch):
+    records = (job / "out.jsonl").read_bytes().splitlines(keepends=True)
+    source, target = copy(job, tmp_path, ".job")
+    target.write_bytes(records[0])
+    journal = b"".join(records[i] for i in (3, 2, 6, 7))
+    (tmp_path / "out.jsonl.part").write_bytes(journal[:-4] if torn else journal)
+    served = []
+    requests = llm.requests
+
+    def spy(*args, index):
+        served.append(index)
+        return requests(*args, index=index)
+
+    monkeypatch.setattr(llm, "requests", spy)
+    batch.run(llm, source, target, defaults=DEFAULTS)
+    assert target.read_bytes() == b"".join(records)
+    assert served == ([1, 5, 7] if torn else [1, 5])  # line 4 is no JSON
+    assert not (tmp_path / "out.jsonl.part").exists()
+
+
+def test_interrupted_between_any_two_reports(llm, job, tmp_path):
+    """Ctrl-C after one report, two, and so on: what is finished stays, out-of-order records in the journal."""
+    source, target = copy(job, tmp_path)
+    part = tmp_path / "out.jsonl.part"
+    journaled = runs = 0
+    reports = []
+
+    def stop(progress):
+        reports.append(progress)
+        if len(reports) > runs:
+            raise KeyboardInterrupt
+
+    while not target.exists() or target.stat().st_size < (job / "out.jsonl").stat().st_size:
+        runs += 1
+        assert runs < 40
+        reports.clear()
+        with contextlib.suppress(KeyboardInterrupt):
+            batch.run(llm, source, target, defaults=DEFAULTS, on_progress=stop)
+        journaled = max(journaled, len(part.read_bytes().splitlines()) if part.exists() else 0)
+        assert (job / "out.jsonl").read_bytes().startswith(target.read_bytes())
+    assert target.read_bytes() == (job / "out.jsonl").read_bytes()
+    assert journaled > 0
+
+
+def test_random_cuts_of_file_and_journal(llm, job, tmp_path):
+    whole = (job / "out.jsonl").read_bytes()
+    records = whole.splitlines(keepends=True)
+    source, target = copy(job, tmp_path, ".job")
+    rng = random.Random(0)
+    for _ in range(8):
+        cut = rng.randrange(len(whole))
+        done = whole[:cut].count(b"\n")
+        later = [record for record in records[done:] if rng.random() < 0.5]
+        rng.shuffle(later)
+        target.write_bytes(whole[:cut])
+        (tmp_path / "out.jsonl.part").write_bytes(b"".join(later)[: rng.randrange(2000)])
+        batch.run(llm, source, target, defaults=DEFAULTS)
+        assert target.read_bytes() == whole
+
+
+@pytest.mark.parametrize(
+    ("change", "options", "part"),
+    [
+        ("", {"defaults": {"max_new_tokens": 7}}, "default max_new_tokens 6, not 7"),
+        ("", {"seed": 1}, "seed 0, not 1"),
+        ("", {"settings": {"model": "other"}}, "with model '"),
+        ("input", {}, "records of another input"),
+        ("job", {}, "out.jsonl.job is not there"),
+        ("record", {}, "Line 2 of"),
+        ("custom_id", {}, "Line 1 of"),
+        ("more", {}, "Line 9 of"),
+    ],
+)
+def test_refuses_records_of_another_job(llm, job, tmp_path, change, options, part):
+    source, target = copy(job, tmp_path, "", ".job")
+    records = target.read_bytes().splitlines(keepends=True)
+    if change == "input":
+        source.write_bytes(source.read_bytes().replace(b"bado", b"bada"))
+    elif change == "job":
+        (tmp_path / "out.jsonl.job").unlink()
+    elif change == "record":
+        target.write_bytes(b"".join([records[0], b"{}\n", *records[2:]]))
+    elif change == "custom_id":
+        target.write_bytes(b"".join([records[0].replace("é-0".encode(), b"x"), *records[1:]]))
+    elif change == "more":
+        target.write_bytes(b"".join([*records, records[-1]]))
+    before = target.read_bytes()
+    with pytest.raises(UserError, match="begin anew with --overwrite") as caught:
+        batch.run(llm, source, target, **({"defaults": DEFAULTS} | options))
+    assert part in str(caught.value)
+    assert target.read_bytes() == before
+    assert not (tmp_path / "out.jsonl.part").exists()
+
+
+def test_overwrite_begins_anew(llm, job, tmp_path):
+    source, target = copy(job, tmp_path)
+    target.write_text("something else\n")
+    summary = batch.run(llm, source, target, defaults=DEFAULTS, overwrite=True)
+    assert summary.resumed == 0
+    assert target.read_bytes() == (job / "out.jsonl").read_bytes()
+
+
+def test_paths_that_cannot_work(llm, job, tmp_path):
+    source, target = copy(job, tmp_path)
+    with pytest.raises(UserError, match="no such file"):
+        batch.run(llm, tmp_path / "none.jsonl", target)
+    with pytest.raises(UserError, match="cannot be read"):
+        batch.run(llm, tmp_path, target)
+    with pytest.raises(UserError, match="cannot be written"):
+        batch.run(llm, source, tmp_path / "none" / "out.jsonl")
+    with pytest.raises(UserError, match="is the input and the output"):
+        batch.run(llm, source, source, overwrite=True)
+    assert source.read_bytes() == (job / "in.jsonl").read_bytes()
+
+
+def test_impossible_defaults_are_refused_before_anything_is_written(llm, job, tmp_path):
+    source, target = copy(job, tmp_path)
+    for options in ({"defaults": {"top_p": 2}}, {"defaults": {"topp": 0.5}}, {"seed": -1}):
+        with pytest.raises(UserError):
+            batch.run(llm, source, target, **options)
+    assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
+
+
+def test_two_jobs_do_not_write_one_file(llm, job, tmp_path):
+    source, target = copy(job, tmp_path)
+    with (tmp_path / "out.jsonl.part").open("ab") as journal:
+        fcntl.flock(journal, fcntl.LOCK_EX)
+        with pytest.raises(UserError, match="Another job is writing"):
+            batch.run(llm, source, target, defaults=DEFAULTS)
+
+
+def test_a_bucket_is_written_at_the_end_and_resumed(llm, job, tmp_path, monkeypatch):
+    monkeypatch.setattr(batch_files, "_is_remote", lambda target: True)
+    source, target = copy(job, tmp_path)
+
+    def stop(progress):
+        if progress.done > 3:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        batch.run(llm, source, target, defaults=DEFAULTS, on_progress=stop)
+    assert (job / "out.jsonl").read_bytes().startswith(target.read_bytes())
+    summary = batch.run(llm, source, target, defaults=DEFAULTS)
+    assert summary.resumed > 3
+    assert target.read_bytes() == (job / "out.jsonl").read_bytes()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in.jsonl", "out.jsonl", "out.jsonl.job"]
+
+
+def test_progress_adds_up(llm, job, tmp_path):
+    source, target = copy(job, tmp_path)
+    seen: list[batch.Progress] = []
+    summary = batch.run(llm, source, target, defaults=DEFAULTS, on_progress=seen.append)
+    assert [p.done for p in seen] == sorted(p.done for p in seen)
+    assert (seen[0].done, seen[0].tokens, seen[0].seconds_left) == (0, 0, None)
+    assert (seen[-1].done, seen[-1].total, seen[-1].seconds_left) == (8, 8, 0)
+    # Every token but each sample's last one passes through the model.
+    assert seen[-1].tokens >= summary.prompt_tokens + summary.completion_tokens - 7
+    assert seen[-1].tokens_per_second > 0

@@ -1,0 +1,198 @@
+"""The loop: a request's tokens depend on nothing but the request."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from engines import goldens, outputs, requests, tiny, tokens
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvjax import engine, job
+from kvjax.errors import RequestError
+from kvjax.job import Options, Request
+from kvjax.sampling_params import SamplingParams
+
+MODEL = "tiny_llama"
+
+
+def prompts(lengths, seed=0):
+    rng = np.random.default_rng(seed)
+    return [rng.integers(4, 320, n).tolist() for n in lengths]
+
+
+GREEDY = SamplingParams(max_new_tokens=20)
+SAMPLED = SamplingParams(max_new_tokens=20, temperature=0.9, top_k=40, top_p=0.95, repetition_penalty=1.1)
+LENGTHS = (5, 1, 17, 8, 40, 9, 16, 3, 31)
+
+
+@pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+def test_batched_equals_alone(params):
+    model, asked = tiny(MODEL), requests(prompts(LENGTHS), params)
+    alone = [outputs(model, [request])[0].tokens for request in asked]
+    assert [o.tokens for o in outputs(model, asked)] == alone
+    assert [o.tokens for o in outputs(model, asked[::-1])] == alone[::-1]
+
+
+@pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"packed": 16, "slots": 4},  # chunked prompts, refilled slots
+        {"rows": 16},
+        {"rows": 1, "slots": 2},
+        {"segment_seconds": 1e-6},  # the host looks after every step
+        {"backend": "reference"},
+    ],
+    ids=str,
+)
+def test_tokens_do_not_depend_on_how_the_job_is_run(params, options):
+    model, asked = tiny(MODEL), prompts(LENGTHS)
+    assert tokens(model, asked, params, **options) == tokens(model, asked, params)
+
+
+@pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+def test_preemption_recomputes_the_same_tokens(params):
+    model, asked = tiny(MODEL), requests(prompts(LENGTHS), params)
+    page_bytes = 8 * sum(spec.row_bytes for spec in model.family.kv_specs(model.config, "float32"))
+    preempted = 0
+    done = {}
+    # The longest request needs 8 pages; nine at once want 29.
+    for report in job.run(model, asked, Options(rows=8, kv_bytes=9 * page_bytes, segment_seconds=0.1)):
+        preempted = report.preempted
+        done.update({o.request.index: o for o in report.finished})
+    assert preempted > 0
+    assert [done[i].tokens for i in range(len(asked))] == [o.tokens for o in outputs(model, asked)]
+
+
+def test_preemption_keeps_logprobs_and_stop_state():
+    params = SamplingParams(max_new_tokens=20, logprobs=2)
+    model, asked = tiny(MODEL), requests(prompts(LENGTHS), params)
+    page_bytes = 8 * sum(spec.row_bytes for spec in model.family.kv_specs(model.config, "float32"))
+    whole = outputs(model, asked)
+    tight = outputs(model, asked, kv_bytes=9 * page_bytes)
+    for a, b in zip(whole, tight, strict=True):
+        assert a.tokens == b.tokens and a.logprobs and b.logprobs and len(b.logprobs) == 20
+        np.testing.assert_allclose([x.chosen for x in a.logprobs], [x.chosen for x in b.logprobs], atol=1e-5)
+        assert [list(x.top) for x in a.logprobs] == [list(x.top) for x in b.logprobs]
+        assert all(x.chosen == pytest.approx(max(x.top.values())) for x in b.logprobs)  # greedy
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    st.permutations(range(len(LENGTHS))),
+    st.sampled_from([2, 4, 16]),
+    st.sampled_from([32, 64]),
+    st.sampled_from([9, 12, 40]),
+)
+def test_any_order_slots_chunks_and_pages(order, slots, packed, pages):
+    model, asked = tiny(MODEL), requests(prompts(LENGTHS), SAMPLED)
+    want = reference_outputs()
+    page_bytes = 8 * sum(spec.row_bytes for spec in model.family.kv_specs(model.config, "float32"))
+    found = outputs(model, [asked[i] for i in order], slots=slots, packed=packed, kv_bytes=pages * page_bytes)
+    assert [o.tokens for o in found] == [want[i] for i in order]
+
+
+_reference: list[tuple[int, ...]] = []
+
+
+def reference_outputs():
+    if not _reference:
+        _reference.extend(o.tokens for o in outputs(tiny(MODEL), requests(prompts(LENGTHS), SAMPLED)))
+    return _reference
+
+
+def test_ends_at_stop_tokens_limits_and_minimum():
+    golden = goldens(MODEL)
+    greedy = golden["greedy_0"].tolist()
+    stop = greedy[5]
+    first = greedy.index(stop)
+    second = greedy.index(stop, first + 1) if stop in greedy[first + 1 :] else None
+    ask = [
+        SamplingParams(max_new_tokens=30, stop_token_ids=(stop,)),
+        SamplingParams(max_new_tokens=3),
+        SamplingParams(max_new_tokens=1),
+    ]
+    out = outputs(tiny(MODEL), requests([golden["prompt_0"]] * 3, ask))
+    assert list(out[0].tokens) == greedy[: first + 1] and out[0].finish_reason == "stop"
+    assert list(out[1].tokens) == greedy[:3] and out[1].finish_reason == "length"
+    assert list(out[2].tokens) == greedy[:1] and out[2].finish_reason == "length"
+    held = SamplingParams(max_new_tokens=30, min_new_tokens=first + 1, stop_token_ids=(stop,))
+    (longer,) = outputs(tiny(MODEL), requests([golden["prompt_0"]], held))
+    assert len(longer.tokens) > first + 1 and stop not in longer.tokens[: first + 1]
+    assert second is None or len(longer.tokens) <= 30
+
+
+def test_stop_strings_straddle_tokens_and_respect_the_minimum():
+    """Every token is one byte here, so a stop string of three characters always spans three tokens."""
+    golden = goldens(MODEL)
+    greedy = [t % 256 for t in golden["greedy_0"].tolist()]
+    start = next(i for i in range(4, 60) if all(b < 128 for b in greedy[i : i + 3]))
+    stop = bytes(greedy[start : start + 3]).decode()
+    end = bytes(greedy).find(stop.encode()) + 3
+    (out,) = outputs(tiny(MODEL), requests([golden["prompt_0"]], SamplingParams(max_new_tokens=64, stop=(stop,))))
+    assert list(out.tokens) == golden["greedy_0"].tolist()[:end] and out.finish_reason == "stop"
+    late = SamplingParams(max_new_tokens=64, stop=(stop,), min_new_tokens=end - 1)  # the match would begin too early
+    (out,) = outputs(tiny(MODEL), requests([golden["prompt_0"]], late))
+    assert len(out.tokens) > end
+
+
+def test_samples_of_a_prompt_differ_and_are_reproducible():
+    params = SamplingParams(max_new_tokens=12, temperature=1.0, n=3)
+    prompt = tuple(prompts([9])[0])
+    asked = [Request(0, sample, prompt, params) for sample in range(3)]
+    first = [o.tokens for o in outputs(tiny(MODEL), asked)]
+    assert len(set(first)) == 3
+    assert [o.tokens for o in outputs(tiny(MODEL), asked[::-1])] == first[::-1]
+    assert [o.tokens for o in outputs(tiny(MODEL), asked, seed=1)] != first
+
+
+def test_a_request_with_its_own_seed_ignores_its_place_in_the_job():
+    params = SamplingParams(max_new_tokens=12, temperature=1.0, seed=7)
+    prompt = prompts([9])[0]
+    (alone,) = tokens(tiny(MODEL), [prompt], params)
+    assert tokens(tiny(MODEL), [[5, 6, 7], prompt], params)[1] == alone
+    without = SamplingParams(max_new_tokens=12, temperature=1.0)
+    first, second = tokens(tiny(MODEL), [prompt, prompt], without)
+    assert first != second
+
+
+def test_refuses_what_can_never_be_served():
+    model = tiny(MODEL)
+    with pytest.raises(RequestError, match="exceed the context of 256 tokens"):
+        list(job.run(model, requests([[5] * 250], SamplingParams(max_new_tokens=10)), Options()))
+    with pytest.raises(RequestError, match="needs 4 pages of K and V, and kv_bytes allows 1"):
+        list(job.run(model, requests([[5] * 30], SamplingParams(max_new_tokens=1)), Options(rows=8, kv_bytes=1)))
+    with pytest.raises(RequestError, match="prompt is empty"):
+        list(job.run(model, requests([[]], GREEDY), Options()))
+
+
+def compilations() -> tuple[int, int]:
+    return engine.run._cache_size(), engine.admit._cache_size()  # type: ignore[attr-defined]
+
+
+def test_one_compilation_serves_a_job_however_often_slots_refill():
+    model = tiny(MODEL)
+    before = compilations()
+    asked = requests(prompts([7] * 23), SamplingParams(max_new_tokens=11))
+    outputs(model, asked, slots=4, rows=4, segment_seconds=1e-6)
+    after = compilations()
+    assert after == (before[0] + 1, before[1] + 1)
+
+
+def test_poisoned_free_pages_never_reach_an_output():
+    """All pages NaN before the job: every row that is read has been written by its owner."""
+    model, asked = tiny(MODEL), requests(prompts(LENGTHS), GREEDY)
+    want = [o.tokens for o in outputs(model, asked)]
+    original = job._start
+
+    def poisoned(*args):
+        program, state = original(*args)
+        groups = [g.replace(kv=jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), g.kv)) for g in state.cache.groups]
+        return program, state.replace(cache=state.cache.replace(groups=tuple(groups)))
+
+    job._start = poisoned
+    try:
+        assert [o.tokens for o in outputs(model, asked, slots=4)] == want
+    finally:
+        job._start = original

@@ -1,0 +1,106 @@
+"""Families against Hugging Face transformers, on the same weights in float32: logits, then greedy tokens."""
+
+import golden_models
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from engines import goldens, tiny, tokens
+
+from kvjax import cache, engine
+from kvjax.cache import CacheConfig, Placement
+from kvjax.errors import ModelError
+from kvjax.models import family_of
+from kvjax.models.llama import config_from_hf
+from kvjax.sampling_params import SamplingParams
+from kvjax.state import Program
+
+GREEDY = SamplingParams(max_new_tokens=64)
+
+
+def program_of(model, slots=1, rows=8, pages=16) -> Program:
+    family = model.family
+    config = CacheConfig(
+        family.kv_specs(model.config, "float32"), slots, rows, pages, stacked=model.stacked
+    )  # fmt: skip
+    return Program(family.forward, family.unembed, model.config, model.config.width, "float32", config)
+
+
+def paged_logits(model, ids, chunk: int) -> np.ndarray:
+    """(T, V) logits of a prompt computed `chunk` tokens at a time through the paged cache."""
+    program = program_of(model)
+
+    @jax.jit
+    def run(params, state, tokens, placement):
+        grown, _ = cache.reserve(program.cache, state, jnp.asarray([chunk], jnp.int32), jnp.int32(0), chunk)
+        grown, hidden = engine.compute(program, params, grown, tokens, placement)
+        return grown, program.unembed(params, model.config, hidden)
+
+    state, out = cache.init(program.cache), []
+    for start in range(0, len(ids), chunk):
+        slots, positions = jnp.zeros((chunk,), jnp.int32), jnp.arange(start, start + chunk, dtype=jnp.int32)
+        placement = Placement(slots, positions, jnp.asarray([0, chunk], jnp.int32), chunk)
+        state, logits = run(model.params, state, jnp.asarray(ids[start : start + chunk], jnp.int32), placement)
+        out.append(np.asarray(logits))
+    return np.concatenate(out)
+
+
+def assert_close(found: np.ndarray, want: np.ndarray) -> None:
+    """Within 1e-4 of the largest logit: small ones are differences of large terms."""
+    assert np.abs(found - want).max() <= 1e-4 * np.abs(want).max()
+
+
+@pytest.mark.parametrize("chunk", [1, 8, 40])
+@pytest.mark.parametrize("name", golden_models.NAMES)
+def test_prompt_logits_equal_transformers(name, chunk):
+    golden = goldens(name)
+    assert golden["checksum"] == golden_models.checksum(name)
+    assert_close(paged_logits(tiny(name), golden["prompt_2"], chunk), golden["all_2"])
+
+
+@pytest.mark.parametrize("name", golden_models.NAMES)
+def test_decode_step_logits_equal_transformers(name):
+    golden = goldens(name)
+    sequence = np.concatenate([golden["prompt_1"], golden["greedy_1"]])
+    logits = paged_logits(tiny(name), sequence[:-1], 1)
+    steps = len(golden["prompt_1"]) - 1 + golden["kept_steps"]
+    assert_close(logits[steps], golden["steps_1"])
+
+
+@pytest.mark.parametrize("stacked", [False, True], ids=["unrolled", "scanned"])
+@pytest.mark.parametrize("name", golden_models.NAMES)
+def test_greedy_tokens_equal_transformers(name, stacked):
+    golden = goldens(name)
+    prompts = [golden[f"prompt_{i}"] for i in range(3)]
+    want = [golden[f"greedy_{i}"].tolist() for i in range(3)]
+    assert tokens(tiny(name, stacked=stacked), prompts, GREEDY) == want
+
+
+def hf(**changes):
+    return {**golden_models.config("tiny_llama"), **changes}
+
+
+def test_config_reads_windows():
+    mistral = {"architectures": ["MistralForCausalLM"]}
+    assert config_from_hf(hf(**mistral, sliding_window=8)).windows == (8, 8, 8)
+    assert config_from_hf(hf(**mistral, sliding_window=None)).windows == (None,) * 3
+    qwen = {"architectures": ["Qwen2ForCausalLM"], "sliding_window": 8, "max_window_layers": 2}
+    assert config_from_hf(hf(**qwen, use_sliding_window=False)).windows == (None,) * 3
+    assert config_from_hf(hf(**qwen, use_sliding_window=True)).windows == (None, None, 8)
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"architectures": ["RwkvForCausalLM"]}, "architecture RwkvForCausalLM is not supported; kvjax runs Llama"),
+        ({"architectures": None}, "config.json without 'architectures' is not supported"),
+        ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not implemented"),
+        ({"num_key_value_heads": 4}, "num_attention_heads 6 is not a multiple of num_key_value_heads 4"),
+        ({"hidden_size": None}, "hidden_size is None, a positive whole number is needed"),
+        ({"num_hidden_layers": "3"}, "num_hidden_layers is '3', a positive whole number"),
+        ({"rope_scaling": {"rope_type": "spiral", "factor": 2.0}}, "spiral"),
+    ],
+)
+def test_config_refuses(changes, message):
+    with pytest.raises(ModelError, match=message):
+        family_of(hf(**changes)).config(hf(**changes), None)

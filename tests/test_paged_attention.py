@@ -1,0 +1,194 @@
+"""One suite over every backend of paged attention, against a float64 oracle that shares no code with them."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvjax.pallas_kernels import LAYOUTS, AttentionSpec, init_pages, paged_attention, write_rows
+from kvjax.pallas_kernels.paged_attention import BACKENDS
+
+jitted = jax.jit(paged_attention, static_argnames=("spec", "max_query", "backend"))
+
+
+def attend(arrays, spec, max_query=1, backend="xla"):
+    """`arrays` are head-major; they are turned round for a token-major spec."""
+    q, k, v, table, lengths, starts = map(jnp.asarray, arrays)
+    if spec.layout == "token_major":
+        k, v = k.swapaxes(1, 2), v.swapaxes(1, 2)
+    return jitted(q, k, v, table, lengths, starts, spec=spec, max_query=max_query, backend=backend)
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A ragged batch: per slot, the rows it holds and how many of them are this step's queries."""
+
+    lengths: tuple[int, ...]
+    queries: tuple[int, ...]
+    heads: int = 4
+    kv_heads: int = 2
+    dim: int = 16
+    value_dim: int = 16
+    rows: int = 8
+    padding: int = 3
+    seed: int = 0
+    pages: int | None = None
+
+
+def build(case: Case):
+    """Random pages in permuted order; rows beyond a length, and free pages, are NaN."""
+    rng = np.random.default_rng(case.seed)
+    B, M = len(case.lengths), case.pages or max(1, -(-max(case.lengths) // case.rows))
+    P = B * M + 3
+    table = rng.permutation(P)[: B * M].reshape(B, M).astype(np.int32)
+    k = np.full((P, case.kv_heads, case.rows, case.dim), np.nan, np.float32)
+    v = np.full((P, case.kv_heads, case.rows, case.value_dim), np.nan, np.float32)
+    for b, length in enumerate(case.lengths):
+        for position in range(length):
+            page, row = table[b, position // case.rows], position % case.rows
+            k[page, :, row] = rng.standard_normal((case.kv_heads, case.dim))
+            v[page, :, row] = rng.standard_normal((case.kv_heads, case.value_dim))
+    T = sum(case.queries) + case.padding
+    q = rng.standard_normal((T, case.heads, case.dim)).astype(np.float32)
+    starts = np.concatenate([[0], np.cumsum(case.queries)]).astype(np.int32)
+    return q, k, v, table, np.asarray(case.lengths, np.int32), starts
+
+
+def oracle(arrays, spec: AttentionSpec):
+    """Token by token, head by head, in float64."""
+    q, k, v, table, lengths, starts = arrays
+    T, N, _ = q.shape
+    K, R = k.shape[1:3]
+    out, lse = np.zeros((T, N, v.shape[-1])), np.full((T, N), -np.inf)
+    for b, length in enumerate(lengths):
+        count = starts[b + 1] - starts[b]
+        for i in range(count):
+            position = length - count + i
+            first = 0 if spec.window is None else max(0, position - spec.window + 1)
+            keys = [(table[b, p // R], p % R) for p in range(first, position + 1)]
+            for n in range(N):
+                head = n // (N // K)
+                k_rows = np.array([k[page, head, row] for page, row in keys], np.float64)
+                v_rows = np.array([v[page, head, row] for page, row in keys], np.float64)
+                s = k_rows @ q[starts[b] + i, n].astype(np.float64) * spec.scale
+                if spec.soft_cap:
+                    s = spec.soft_cap * np.tanh(s / spec.soft_cap)
+                top = s.max()
+                p = np.exp(s - top)
+                out[starts[b] + i, n] = p @ v_rows / p.sum()
+                lse[starts[b] + i, n] = top + np.log(p.sum())
+    return out, lse
+
+
+def check(case: Case, spec: AttentionSpec, backend: str, tolerance: float = 2e-6) -> None:
+    arrays = build(case)
+    want_out, want_lse = oracle(arrays, spec)
+    max_query = 1 if max(case.queries) < 2 else 128
+    out, lse = attend(arrays, spec, max_query, backend)
+    np.testing.assert_allclose(np.asarray(lse), want_lse, rtol=tolerance, atol=tolerance)
+    np.testing.assert_allclose(np.asarray(out), want_out, rtol=tolerance, atol=tolerance)
+
+
+RAGGED = {
+    "decode": Case(lengths=(1, 7, 8, 9, 40), queries=(1, 1, 1, 1, 1)),
+    "decode with empty slots": Case(lengths=(0, 5, 0, 17, 0), queries=(0, 1, 0, 1, 0)),
+    "nothing at all": Case(lengths=(0, 0), queries=(0, 0)),
+    "whole prompts": Case(lengths=(7, 8, 9), queries=(7, 8, 9)),
+    "chunks": Case(lengths=(50, 33, 64), queries=(13, 33, 1)),
+    "decode rows beside a chunk": Case(lengths=(21, 3, 0, 70, 12), queries=(1, 1, 0, 45, 1)),
+    "chunk longer than a block": Case(lengths=(100, 9), queries=(70, 9)),
+    "many slots": Case(lengths=tuple(range(1, 41)), queries=(1,) * 40),
+}
+SPECS = {
+    "plain": AttentionSpec(0.25),
+    "window 1": AttentionSpec(0.25, window=1),
+    "window 5": AttentionSpec(0.25, window=5),
+    "window over a page": AttentionSpec(0.25, window=20),
+    "soft cap": AttentionSpec(0.25, soft_cap=1.5),
+    "window and soft cap": AttentionSpec(0.25, window=9, soft_cap=2.0),
+    "token major": AttentionSpec(0.25, window=9, layout="token_major"),
+}
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+@pytest.mark.parametrize("case", RAGGED.values(), ids=RAGGED)
+def test_matches_float64_oracle(case, spec, backend):
+    check(case, spec, backend)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("heads, kv_heads", [(1, 1), (4, 4), (8, 1), (9, 3), (14, 2)])
+@pytest.mark.parametrize("dim, value_dim, rows", [(64, 64, 16), (80, 80, 32), (128, 128, 16), (24, 16, 8)])
+def test_shapes(heads, kv_heads, dim, value_dim, rows, backend):
+    case = Case((33, 5, 17), (1, 5, 9), heads, kv_heads, dim, value_dim, rows)
+    check(case, AttentionSpec(dim**-0.5), backend)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_thousands_of_rows(backend):
+    check(Case((2500, 3000), (1, 2), heads=2, kv_heads=1, rows=64), AttentionSpec(0.25), backend)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(0, 40), st.integers(0, 40)), min_size=6, max_size=6),
+    st.sampled_from([None, 1, 8, 30]),
+    st.integers(0, 2**16),
+)
+def test_any_ragged_batch(slots, window, seed):
+    lengths = tuple(length for length, _ in slots)
+    queries = tuple(min(length, query) for length, query in slots)
+    case = Case(lengths, queries, padding=250 - sum(queries), seed=seed, pages=5)  # one shape, one compilation
+    check(case, AttentionSpec(0.25, window=window), "xla")
+
+
+def test_bfloat16_pages_accumulate_in_float32():
+    q, k, v, *rest = build(Case(lengths=(300, 41), queries=(1, 1), rows=32))
+    q, k, v = (x.astype(jnp.bfloat16) for x in (q, k, v))
+    want, _ = oracle((*(x.astype(np.float32) for x in (q, k, v)), *rest), AttentionSpec(0.25))
+    out, lse = attend((q, k, v, *rest), AttentionSpec(0.25))
+    assert out.dtype == jnp.bfloat16 and lse.dtype == jnp.float32
+    # The weights are rounded to bfloat16 (8 bits) before they meet V; nothing else is.
+    np.testing.assert_allclose(np.asarray(out, np.float32), want, atol=2**-8 * 2, rtol=2**-7)
+
+
+def test_partial_results_merge_by_log_sum_exp():
+    """Attention over two halves of a context, merged by lse, is attention over the whole."""
+    case = Case(lengths=(32,), queries=(1,), padding=0)
+    q, k, v, table, lengths, starts = build(case)
+    spec = AttentionSpec(0.25)
+    whole, whole_lse = attend((q, k, v, table, lengths, starts), spec)
+    half = np.asarray([16], np.int32)
+    parts = [attend((q, k, v, t, half, starts), spec) for t in (table[:, :2], table[:, 2:])]
+    lse = jnp.logaddexp(parts[0][1], parts[1][1])
+    merged = sum(out * jnp.exp(part - lse)[..., None] for out, part in parts)
+    np.testing.assert_allclose(lse, whole_lse, rtol=1e-6)
+    np.testing.assert_allclose(merged, whole, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_write_rows_puts_tokens_in_place_and_drops_padding(layout):
+    k_pages, v_pages = init_pages(3, 4, 2, 5, 6, jnp.dtype("float32"), layout)
+    k, v = jnp.arange(30.0).reshape(3, 2, 5), jnp.arange(36.0).reshape(3, 2, 6)
+    page, row = jnp.asarray([2, 0, 3], jnp.int32), jnp.asarray([1, 3, 0], jnp.int32)
+    k_pages, v_pages = write_rows(k_pages, v_pages, k, v, page, row, layout)
+    if layout == "token_major":
+        k_pages, v_pages = k_pages.swapaxes(1, 2), v_pages.swapaxes(1, 2)
+    np.testing.assert_array_equal(k_pages[2, :, 1], k[0])
+    np.testing.assert_array_equal(v_pages[0, :, 3], v[1])
+    assert float(k_pages.sum()) == float(k[:2].sum())
+
+
+def test_refuses_what_it_cannot_do():
+    arrays = build(Case((3,), (1,)))
+    with pytest.raises(NotImplementedError, match="backend 'mosaic' does not exist"):
+        attend(arrays, AttentionSpec(1.0), backend="mosaic")
+    with pytest.raises(ValueError, match="3 query heads do not divide into 2 kv heads"):
+        attend((arrays[0][:, :3], *arrays[1:]), AttentionSpec(1.0))
+    with pytest.raises(ValueError, match="window is 0"):
+        AttentionSpec(1.0, window=0)
