@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvjax.batch_files import Input, PathLike, Records, opened_input, opened_records
 from kvjax.errors import RequestError, UserError
-from kvjax.sampling_params import _ALIASES, SamplingParams
+from kvjax.sampling_params import ALIASES, SamplingParams
 
 if TYPE_CHECKING:
     from kvjax.job import Output, Request
@@ -195,7 +195,7 @@ def _params(value: Mapping[str, Any]) -> dict[str, Any]:
         raise RequestError(f'{twice[0]} is given twice, also in "params": give one of them.')
     given = {**flat, **(inner or {})}
     SamplingParams.from_dict(given)  # names that it does not know, or knows twice
-    return {_ALIASES.get(key, key): item for key, item in given.items() if item is not None}
+    return {ALIASES.get(key, key): item for key, item in given.items() if item is not None}
 
 
 def _refuse_same(source: PathLike, target: PathLike) -> None:

@@ -289,30 +289,23 @@ class _Clock:
         return max(1, min(1024, round(self.seconds * done / self.elapsed)))
 
 
+def program_of(model: Model, cache: CacheConfig, *, logprobs: int | None = None, backend: str = "xla") -> Program:
+    """The static part of a loop that runs this model over such a cache; see `kvjax.state.Program`."""
+    family = model.family
+    return Program(
+        family.forward, family.unembed, model.config, model.config.width, model.dtype, cache, logprobs, backend
+    )
+
+
 def _start(
     model: Model, config: CacheConfig, requests: Sequence[Request], bank: AutomatonBank, options: Options
 ) -> tuple[Program, EngineState]:
     params = [request.params for request in requests]
     asked = [p.logprobs for p in params if p.logprobs is not None]
-    program = Program(
-        model.family.forward,
-        model.family.unembed,
-        model.config,
-        model.config.width,
-        model.dtype,
-        config,
-        max(asked) if asked else None,
-        options.backend,
-    )
+    program = program_of(model, config, logprobs=max(asked, default=None), backend=options.backend)
     biases, stops = sampling.widths(params, model.eos)
-    vocab = len(model.token_bytes)
-    state = engine_state.init(
-        program,
-        jnp.asarray(bank.table()),
-        biases=biases,
-        stops=stops,
-        penalties=vocab if any(p.penalizes for p in params) else None,
-    )
+    penalties = len(model.token_bytes) if any(p.penalizes for p in params) else None
+    state = engine_state.init(program, jnp.asarray(bank.table()), biases=biases, stops=stops, penalties=penalties)
     return program, state
 
 
@@ -346,17 +339,7 @@ def _admission(
     seed: int,
     widths: tuple[int, int],
 ) -> Admission:
-    """Rows for `engine.admit`, padded to B so that one compilation serves any number of them."""
-    B = config.slots
-    tokens = np.zeros((B, config.capacity), np.int32)
-    for row, (_, entry) in enumerate(entering):
-        tokens[row, : len(entry.tokens)] = entry.tokens
     entries = [entry for _, entry in entering]
-    entries += [entries[0]] * (B - len(entries))  # padding repeats a row; its slot drops it
-
-    def column(values: Sequence[int]) -> jax.Array:
-        return jnp.asarray(np.asarray(values, np.int32))
-
     rows = sampling.pack(
         [entry.request.params for entry in entries],
         eos=model.eos,
@@ -365,16 +348,16 @@ def _admission(
         samples=[entry.request.sample for entry in entries],
         shape=widths,
     )
-    return Admission(
-        slots=column([slot for slot, _ in entering] + [B] * (B - len(entering))),
-        tokens=jnp.asarray(tokens),
-        known=column([len(entry.tokens) for entry in entries]),
-        prompt=column([len(entry.request.prompt) for entry in entries]),
-        limit=column([entry.request.length for entry in entries]),
-        order=column([entry.order for entry in entries]),
-        automaton=column([automata[entry.order] for entry in entries]),
-        stop_state=column([entry.stop_state for entry in entries]),
-        sampler=jax.tree.map(jnp.asarray, rows),
+    return engine_state.admission(
+        config,
+        [entry.tokens for entry in entries],
+        [entry.request.length for entry in entries],
+        rows,
+        slots=[slot for slot, _ in entering],
+        prompts=[len(entry.request.prompt) for entry in entries],
+        order=[entry.order for entry in entries],
+        automata=[automata[entry.order] for entry in entries],
+        stop_states=[entry.stop_state for entry in entries],
     )
 
 

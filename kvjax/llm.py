@@ -166,7 +166,13 @@ class LLM:
         return completions[0] if single else completions
 
     def stream(
-        self, prompt: Prompt, params: SamplingParams | None = None, *, seed: int = 0, **sampling: Any
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        seed: int = 0,
+        on_report: Callable[[Report], None] | None = None,
+        **sampling: Any,
     ) -> Iterator[str]:
         """Yields the text of one prompt as it appears; the joined pieces equal `generate(...).text`.
 
@@ -176,9 +182,15 @@ class LLM:
         (p,) = _params_of(params, sampling, 1)
         if p.n != 1:
             raise RequestError(f"n is {p.n}, and a stream has one sample: use generate for several.")
-        return self._stream(self.requests(prompt, p), p, seed)
+        return self._stream(self.requests(prompt, p), p, seed, on_report)
 
-    def _stream(self, requests: list[Request], params: SamplingParams, seed: int) -> Iterator[str]:
+    def _stream(
+        self,
+        requests: list[Request],
+        params: SamplingParams,
+        seed: int,
+        on_report: Callable[[Report], None] | None,
+    ) -> Iterator[str]:
         decoder, text, done, sent = StreamDecoder(self.tokenizer), "", 0, 0
         options = dataclasses.replace(self.options, segment_seconds=0.15)  # a few pieces a second
         for report in job.run(self.model, requests, options, seed=seed, follow=True):
@@ -191,6 +203,8 @@ class LLM:
                 if safe > sent:
                     yield text[sent:safe]
                     sent = safe
+            if on_report:
+                on_report(report)
 
     def sample_of(self, output: Output) -> Sample:
         """A finished output with its text, cut before the stop string that ended it."""
@@ -235,10 +249,8 @@ def load(
     if context is not None and (not isinstance(context, int) or context < 2):
         raise ModelError(f"context is {context!r}: give a whole number of tokens, at least 2.")
     on_cpu = (mesh.devices.flat[0] if mesh is not None else jax.devices()[0]).platform == "cpu"
-    dtype = jnp.dtype(dtype or (jnp.float32 if on_cpu else jnp.bfloat16))
-    storage = jnp.dtype(kv_dtype or dtype).name
-    if storage not in ("float32", "bfloat16", "float16"):
-        raise ModelError(f"kv_dtype {storage} is not implemented: give float32, bfloat16 or float16.")
+    dtype = _float_type("dtype", dtype or (jnp.float32 if on_cpu else jnp.bfloat16))
+    storage = _float_type("kv_dtype", kv_dtype or dtype).name
     with open_checkpoint(what, FAMILIES) as source:
         family = family_of(source.config)
         config = family.config(source.config, context)
@@ -260,6 +272,16 @@ def load(
     except TypeError as error:
         known = ", ".join(field.name for field in dataclasses.fields(Options))
         raise ModelError(f"load does not take {', '.join(options)}: the options are {known}.") from error
+
+
+def _float_type(name: str, dtype: Any) -> Any:
+    try:
+        found = jnp.dtype(dtype)
+    except TypeError:
+        found = None
+    if found is None or found.name not in ("float32", "bfloat16", "float16"):
+        raise ModelError(f"{name} {dtype!r} is not implemented: give float32, bfloat16 or float16.")
+    return found
 
 
 def _is_prompt(prompts: Any) -> bool:

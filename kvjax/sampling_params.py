@@ -17,7 +17,11 @@ MAX_LOGPROBS = 20
 MIN_TEMPERATURE = 1e-5
 """Below it logits / temperature may leave float32, and sampling is greedy in all but name."""
 
-_ALIASES = {"max_tokens": "max_new_tokens"}  # as the OpenAI API spells it
+ALIASES = {"max_tokens": "max_new_tokens"}
+"""Other names of fields, as the OpenAI API spells them."""
+
+MAX_SAMPLES = 4096
+"""Bound on `n`: a mistyped one should not fill the memory with requests."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,9 +82,9 @@ class SamplingParams:
         known = [field.name for field in dataclasses.fields(cls)]
         values: dict[str, Any] = {}
         for given, value in fields.items():
-            name = _ALIASES.get(given, given)
+            name = ALIASES.get(given, given)
             if name not in known:
-                raise RequestError(_unknown(str(given), [*known, *_ALIASES]))
+                raise RequestError(_unknown(str(given), [*known, *ALIASES]))
             if value is None:
                 continue
             if name in values:
@@ -126,7 +130,7 @@ class SamplingParams:
             _integer("logprobs", self.logprobs, 0, min(MAX_LOGPROBS, vocab_size))
         if self.seed is not None:
             _integer("seed", self.seed, 0, 2**32 - 1)
-        _integer("n", self.n, 1)
+        _integer("n", self.n, 1, MAX_SAMPLES)
         return self
 
 
@@ -141,7 +145,8 @@ def _as_tuple(value: Any) -> Any:
 
 def _as_token(key: Any) -> Any:
     """A key of a JSON object → token id; JSON has only string keys."""
-    return int(key) if isinstance(key, str) and key.isascii() and key.isdigit() else key
+    # No vocabulary has ids of more digits, and Python refuses to read thousands of them.
+    return int(key) if isinstance(key, str) and key.isascii() and key.isdigit() and len(key) <= 10 else key
 
 
 def _unknown(name: str, known: list[str]) -> str:
@@ -171,9 +176,16 @@ def _integer(name: str, value: Any, low: int, high: int | None = None) -> None:
 
 
 def _real(name: str, value: Any, low: float | None = None, high: float | None = None, above: bool = False) -> None:
-    if isinstance(value, bool) or not isinstance(value, numbers.Real) or not math.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, numbers.Real) or not _is_finite(value):
         raise RequestError(f"{name} is {value!r}: give a finite number{_bounds(low, high, above)}.")
     _check(name, value, "a number", low, high, above)
+
+
+def _is_finite(value: Any) -> bool:
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # an int beyond the largest float
+        return False
 
 
 def _tokens(name: str, ids: Any, vocab_size: int) -> None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 
 from kvjax import cache as kv_cache
@@ -152,6 +153,53 @@ class Admission(struct.PyTreeNode):
     automaton: jax.Array
     stop_state: jax.Array
     sampler: SamplerState
+
+
+def admission(
+    config: CacheConfig,
+    tokens: Sequence[Sequence[int]],
+    limits: Sequence[int],
+    sampler: SamplerState,
+    *,
+    slots: Sequence[int] | None = None,
+    prompts: Sequence[int] | None = None,
+    order: Sequence[int] | None = None,
+    automata: Sequence[int] | None = None,
+    stop_states: Sequence[int] | None = None,
+) -> Admission:
+    """Rows for `admit`, made on the host and padded to B so that one compilation serves any number of them.
+
+    Args:
+      config: of the cache that they enter.
+      tokens: what each of at least one, at most B requests holds: its prompt, then output from before a preemption.
+      limits: number of tokens, prompt and output, at which each ends; at most the capacity of a slot.
+      sampler: rows as `sampling.pack` makes them, one per request.
+      slots: where they go; 0, 1, ... where not given.
+      prompts: lengths of the prompts; all tokens where not given.
+      order: admission numbers; 0, 1, ... where not given.
+      automata: stop automaton of each; 0, which never matches, where not given.
+      stop_states: state of each automaton; 0 where not given.
+    """
+    n, B = len(tokens), config.slots
+    held = np.zeros((B, config.capacity), np.int32)
+    for row, ids in zip(held, tokens, strict=False):
+        row[: len(ids)] = ids
+
+    def column(values: Sequence[int] | None, otherwise: Sequence[int], padding: int = 0) -> jax.Array:
+        return jnp.asarray(np.asarray([*(otherwise if values is None else values), *[padding] * (B - n)], np.int32))
+
+    lengths, zeros = [len(ids) for ids in tokens], [0] * n
+    return Admission(
+        slots=column(slots, range(n), padding=B),
+        tokens=jnp.asarray(held),
+        known=column(lengths, ()),
+        prompt=column(prompts, lengths),
+        limit=column(limits, ()),
+        order=column(order, range(n)),
+        automaton=column(automata, zeros),
+        stop_state=column(stop_states, zeros),
+        sampler=jax.tree.map(lambda x: jnp.asarray(np.concatenate([x, np.repeat(x[:1], B - n, axis=0)])), sampler),
+    )
 
 
 def admit(state: EngineState, new: Admission) -> EngineState:

@@ -203,6 +203,11 @@ def _power_of_two(n: int) -> int:
     return 1 << max(n - 1, 0).bit_length()
 
 
+def no_stops(vocab: int) -> np.ndarray:
+    """(1, 2, V) table of one automaton that never matches."""
+    return np.stack([np.zeros((1, vocab), np.int8), np.ones((1, vocab), np.int8)], axis=1)
+
+
 def advance(
     bank_table: jax.Array, automaton: jax.Array, state: jax.Array, token: jax.Array
 ) -> tuple[jax.Array, jax.Array]:

@@ -22,6 +22,7 @@ import os
 import pathlib
 import platform
 import resource
+import signal
 import statistics
 import subprocess
 import sys
@@ -68,7 +69,15 @@ def kvjax_run(llm: Any, prompts: Prompts, most: int) -> Run:
     params = SamplingParams(max_new_tokens=most, ignore_eos=True)
     requests = [llm.requests(prompt, params, index)[0] for index, prompt in enumerate(prompts)]
     config = job.plan_cache(model, requests, options)
-    program = state.Program(model.family.forward, model.family.unembed, model.config, config, backend=options.backend)
+    program = state.Program(
+        forward=model.family.forward,
+        unembed=model.family.unembed,
+        config=model.config,
+        width=model.config.width,
+        dtype=model.dtype,
+        cache=config,
+        backend=options.backend,
+    )
     automata = stops.AutomatonBank(model.token_bytes).table()
     biases, stop_ids = sampling.widths([params], model.eos)
     B, lengths = config.slots, [len(prompt) for prompt in prompts]
@@ -436,6 +445,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         task, out = map(pathlib.Path, args.worker)
         work(Job(**json.loads(task.read_text())), out)
         return 0
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that subprocess.run ends the worker too
     from kvjax.checkpoints import default_model
 
     gguf = args.llama_model or args.model or str(default_model.path())
@@ -470,7 +480,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     ]
     about = machine() | {key: value for key, value in vars(args).items() if key not in ("worker", "json", "model")}
     print(", ".join([f"{about['cpus']} × {about['cpu']}", *(f"{k} {v}" for k, v in about["versions"].items())]))
-    print(f"{args.prompt_tokens} + {args.new_tokens} tokens, {args.threads} threads, rounds: {args.rounds}, repeats: {args.repeats}\n")
+    print(f"{args.prompt_tokens} + {args.new_tokens} tokens, {args.threads} threads, ", end="")
+    print(f"rounds: {args.rounds}, repeats: {args.repeats}\n", flush=True)
     print(report(summaries, agreement))
     if args.json:
         result = {

@@ -3,7 +3,10 @@
 import os
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+# Most of the suite's time is compilation: less optimised code halves it, and means the same.
+os.environ["XLA_FLAGS"] = " ".join(
+    (os.environ.get("XLA_FLAGS", ""), "--xla_force_host_platform_device_count=8", "--xla_backend_optimization_level=1")
+)
 os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # libtpu only compiles here: no metadata server to wait for
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 

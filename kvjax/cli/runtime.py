@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from kvjax.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
+    from kvjax.job import Report
     from kvjax.llm import LLM
 
 
@@ -65,24 +66,25 @@ def speak(llm: LLM, prompt: Sequence[int], params: SamplingParams, seed: int, en
     Raises:
       RequestError: the prompt or the parameters can never be served.
     """
-    pieces = llm.stream(prompt, params, seed=seed)
+    seen: list[tuple[float, int]] = []  # (time, tokens of output) at every report
+
+    def on_report(report: Report) -> None:
+        seen.append((time.monotonic(), sum(len(o.tokens) for o in (*report.running, *report.finished))))
+
+    pieces = llm.stream(prompt, params, seed=seed, on_report=on_report)
     with status("compiling"):
         first = next(pieces, "")
-    began, later = time.monotonic(), ""
     for piece in itertools.chain([first], pieces):
         sys.stdout.write(piece)
         sys.stdout.flush()
         yield piece
-        later += piece if piece is not first else ""
     sys.stdout.write(end)
     sys.stdout.flush()
-    _note_speed(llm, len(prompt), first, later, time.monotonic() - began)
+    _note_speed(len(prompt), seen)
 
 
-def _note_speed(llm: LLM, prompt: int, first: str, later: str, seconds: float) -> None:
-    """The first piece comes with prompt and compilation behind it; the speed is that of what follows."""
-    if sys.stderr.isatty():
-        # A stream yields text: what counts is how many tokens the tokenizer makes of it.
-        before, after = (len(llm.tokenizer.encode(text, add_special_tokens=False)) for text in (first, later))
-        speed = f", {after / seconds:.1f} tokens/s" if after and seconds else ""
-        note(f"{prompt} tokens of prompt, {before + after} tokens of output{speed}")
+def _note_speed(prompt: int, seen: Sequence[tuple[float, int]]) -> None:
+    """The first report comes with prompt and compilation behind it; the speed is that of what follows."""
+    (began, before), (ended, total) = seen[0], seen[-1]
+    speed = f", {(total - before) / (ended - began):.1f} tokens/s" if total > before else ""
+    note(f"{prompt} tokens of prompt, {total} tokens of output{speed}")
