@@ -179,7 +179,7 @@ def _reserve_group(config: CacheConfig, group: GroupCache, tokens: jax.Array, st
     ends = jnp.cumsum(need, dtype=jnp.int32)
     # Each new page holds at least one new token, and a slot's tokens open at most one page more than they fill.
     wanted = jnp.arange(min(most, most // R + B), dtype=jnp.int32)
-    slot = jnp.searchsorted(ends, wanted, side="right").astype(jnp.int32)
+    slot = jnp.searchsorted(ends, wanted, side="right", method="compare_all").astype(jnp.int32)
     safe = jnp.minimum(slot, B - 1)
     column = pages_for(group.table.lengths, R)[safe] + wanted - (ends - need)[safe]
     pool, page = page_pool.allocate(group.pool, slot < B, step)

@@ -59,7 +59,7 @@ def place(state: EngineState, tokens: jax.Array, packed: int, max_query: int) ->
     ends = jnp.cumsum(tokens, dtype=jnp.int32)
     row_starts = jnp.concatenate([jnp.zeros((1,), jnp.int32), ends])
     index = jnp.arange(packed, dtype=jnp.int32)
-    slot = jnp.searchsorted(ends, index, side="right").astype(jnp.int32)
+    slot = jnp.searchsorted(ends, index, side="right", method="compare_all").astype(jnp.int32)
     safe = jnp.minimum(slot, tokens.shape[0] - 1)
     position = cached(state)[safe] - ends[safe] + index
     ids = state.slots.tokens.at[safe, position].get(mode="clip")

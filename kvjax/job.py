@@ -224,7 +224,7 @@ def run(
     bank = AutomatonBank(model.token_bytes)
     automata = [bank.add(request.params.stop) for request in requests]
     program, state = _start(model, config, requests, bank, options)
-    packed = _packed_tokens(config.slots, requests, options)
+    packed = packed_tokens(config.slots, requests, options)
     widths = (state.sampler.bias_ids.shape[1], state.sampler.stop_ids.shape[1])
 
     waiting = collections.deque(_Entry(i, request, request.prompt) for i, request in enumerate(requests))
@@ -309,7 +309,7 @@ def _start(
     return program, state
 
 
-def _packed_tokens(slots: int, requests: Sequence[Request], options: Options) -> int:
+def packed_tokens(slots: int, requests: Sequence[Request], options: Options) -> int:
     """T of a mixed step: enough for the first prompts at once, a power of two, more than one token a slot."""
     prompts = sum(len(request.prompt) for request in requests[:slots])
     return max(2 * slots, min(options.packed, max(64, _power_of_two(prompts))))

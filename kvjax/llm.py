@@ -248,6 +248,7 @@ def load(
         raise ModelError(f"layers is {layers!r}: give 'unrolled' or 'scanned'.")
     if context is not None and (not isinstance(context, int) or context < 2):
         raise ModelError(f"context is {context!r}: give a whole number of tokens, at least 2.")
+    run_options = _options(options)
     on_cpu = (mesh.devices.flat[0] if mesh is not None else jax.devices()[0]).platform == "cpu"
     dtype = _float_type("dtype", dtype or (jnp.float32 if on_cpu else jnp.bfloat16))
     storage = _float_type("kv_dtype", kv_dtype or dtype).name
@@ -267,11 +268,18 @@ def load(
         description = source.describe()
     token_bytes = [tokenizer.token_bytes(token) for token in range(config.vocab)]
     model = Model(family, config, params, tokenizer.eos_ids, token_bytes, dtype.name, storage, stacked)
-    try:
-        return LLM(model, tokenizer, Options(**options), description)
-    except TypeError as error:
-        known = ", ".join(field.name for field in dataclasses.fields(Options))
-        raise ModelError(f"load does not take {', '.join(options)}: the options are {known}.") from error
+    return LLM(model, tokenizer, run_options, description)
+
+
+def _options(fields: Mapping[str, Any]) -> Options:
+    known = {field.name for field in dataclasses.fields(Options)}
+    for name, value in fields.items():
+        if name not in known:
+            raise ModelError(f"load does not take {name}: the options are {', '.join(sorted(known))}.")
+        default = getattr(Options, name)
+        if isinstance(default, int) and (not isinstance(value, int) or value < 1):
+            raise ModelError(f"{name} is {value!r}: give a whole number of at least 1.")
+    return Options(**fields)
 
 
 def _float_type(name: str, dtype: Any) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from kvjax.types import ParamSpec
 
@@ -27,6 +27,9 @@ def param_sharding(mesh: Mesh | None) -> Callable[[ParamSpec], NamedSharding | N
     """
     if mesh is None:
         return lambda spec: None
+
+    # jax.make_mesh gives explicit axes, whose every operation must name its sharding; ours leave that to XLA.
+    mesh = Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
 
     def axis(name: str | None, size: int) -> str | None:
         mapped = RULES.get(name or "")

@@ -117,7 +117,7 @@ def init(
         cache=kv_cache.init(program.cache),
         slots=slots,
         sampler=sampling.init(B, biases, stops, penalties),
-        automata=automata,
+        automata=jnp.array(automata),  # a copy: the state is donated, the caller's table is not
         step=jnp.int32(0),
         computed=jnp.int32(0),
     )

@@ -2,8 +2,8 @@
 
 Keys and values lie apart, in one of two layouts:
 
-    head_major    (P, K, R, H)  one page of one head is a contiguous matrix that a CPU's batched matmul reads in place
-    token_major   (P, R, K, H)  a token's row is whole (K, H) tiles, which a TPU writes without touching its neighbours
+    head_major    K (P, K, H, R), V (P, K, R, H): q·K and p·V are then products of a CPU's natural form, row by row
+    token_major   K and V (P, R, K, H): a token's row is whole (K, H) tiles, which a TPU writes without touching others
 
 (docs/decisions.md, "Layout of the pages").
 """
@@ -24,9 +24,12 @@ def default_layout() -> str:
 def init_pages(
     pages: int, rows: int, kv_heads: int, key_dim: int, value_dim: int, dtype: jnp.dtype, layout: str
 ) -> tuple[jax.Array, jax.Array]:
-    """Zeroed pages of one layer: K and V, each (P, K, R, H) or (P, R, K, H) by layout."""
-    inner = {"head_major": (kv_heads, rows), "token_major": (rows, kv_heads)}[layout]
-    return jnp.zeros((pages, *inner, key_dim), dtype), jnp.zeros((pages, *inner, value_dim), dtype)
+    """Zeroed pages of one layer: K and V, of the shapes of the layout."""
+    if layout == "head_major":
+        shapes = (pages, kv_heads, key_dim, rows), (pages, kv_heads, rows, value_dim)
+    else:
+        shapes = (pages, rows, kv_heads, key_dim), (pages, rows, kv_heads, value_dim)
+    return jnp.zeros(shapes[0], dtype), jnp.zeros(shapes[1], dtype)
 
 
 def write_rows(
@@ -52,7 +55,8 @@ def write_rows(
     Returns:
       The new k_pages and v_pages.
     """
-    place = (page, slice(None), row) if layout == "head_major" else (page, row)
-    k_pages = k_pages.at[place].set(k.astype(k_pages.dtype), mode="drop")
-    v_pages = v_pages.at[place].set(v.astype(v_pages.dtype), mode="drop")
+    every = slice(None)
+    k_place, v_place = ((page, every, every, row), (page, every, row)) if layout == "head_major" else ((page, row),) * 2
+    k_pages = k_pages.at[k_place].set(k.astype(k_pages.dtype), mode="drop")
+    v_pages = v_pages.at[v_place].set(v.astype(v_pages.dtype), mode="drop")
     return k_pages, v_pages

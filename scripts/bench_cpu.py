@@ -69,41 +69,20 @@ def kvjax_run(llm: Any, prompts: Prompts, most: int) -> Run:
     params = SamplingParams(max_new_tokens=most, ignore_eos=True)
     requests = [llm.requests(prompt, params, index)[0] for index, prompt in enumerate(prompts)]
     config = job.plan_cache(model, requests, options)
-    program = state.Program(
-        forward=model.family.forward,
-        unembed=model.family.unembed,
-        config=model.config,
-        width=model.config.width,
-        dtype=model.dtype,
-        cache=config,
-        backend=options.backend,
-    )
+    program = job.program_of(model, config, backend=options.backend)
     automata = stops.AutomatonBank(model.token_bytes).table()
     biases, stop_ids = sampling.widths([params], model.eos)
     B, lengths = config.slots, [len(prompt) for prompt in prompts]
-    packed = max(2 * B, min(options.packed, max(64, 1 << (sum(lengths) - 1).bit_length())))
+    packed = job.packed_tokens(B, requests, options)
     run_steps = functools.partial(engine.run, program, model.params, packed=packed)
 
     def start(new_tokens: int) -> state.EngineState:
         """An engine with every prompt admitted and none computed."""
-        used = [*range(len(prompts)), *[0] * (B - len(prompts))]  # padding repeats row 0; its slot, B, drops it
-        tokens = np.zeros((B, config.capacity), np.int32)
-        for row, prompt in enumerate(prompts):
-            tokens[row, : len(prompt)] = prompt
-        known = jnp.asarray([lengths[row] for row in used], jnp.int32)
-        zeros = jnp.zeros((B,), jnp.int32)
-        rows = sampling.pack([params] * B, eos=model.eos, seed=0, requests=used, shape=(biases, stop_ids))
-        new = state.Admission(
-            slots=jnp.asarray([row if row < len(prompts) else B for row in range(B)], jnp.int32),
-            tokens=jnp.asarray(tokens),
-            known=known,
-            prompt=known,
-            limit=known + new_tokens,
-            order=jnp.asarray(used, jnp.int32),
-            automaton=zeros,
-            stop_state=zeros,
-            sampler=jax.tree.map(jnp.asarray, rows),
+        limits = [length + new_tokens for length in lengths]
+        rows = sampling.pack(
+            [params] * len(prompts), eos=model.eos, seed=0, requests=range(len(prompts)), shape=(biases, stop_ids)
         )
+        new = state.admission(config, prompts, limits, rows)
         empty = state.init(program, jnp.asarray(automata), biases=biases, stops=stop_ids)
         return jax.block_until_ready(engine.admit(empty, new))
 

@@ -16,10 +16,12 @@ jitted = jax.jit(paged_attention, static_argnames=("spec", "max_query", "backend
 
 
 def attend(arrays, spec, max_query=1, backend="xla"):
-    """`arrays` are head-major; they are turned round for a token-major spec."""
+    """`arrays` hold pages as (P, K, R, H); the layouts turn them round."""
     q, k, v, table, lengths, starts = map(jnp.asarray, arrays)
     if spec.layout == "token_major":
         k, v = k.swapaxes(1, 2), v.swapaxes(1, 2)
+    else:
+        k = k.swapaxes(2, 3)
     return jitted(q, k, v, table, lengths, starts, spec=spec, max_query=max_query, backend=backend)
 
 
@@ -179,6 +181,8 @@ def test_write_rows_puts_tokens_in_place_and_drops_padding(layout):
     k_pages, v_pages = write_rows(k_pages, v_pages, k, v, page, row, layout)
     if layout == "token_major":
         k_pages, v_pages = k_pages.swapaxes(1, 2), v_pages.swapaxes(1, 2)
+    else:
+        k_pages = k_pages.swapaxes(2, 3)
     np.testing.assert_array_equal(k_pages[2, :, 1], k[0])
     np.testing.assert_array_equal(v_pages[0, :, 3], v[1])
     assert float(k_pages.sum()) == float(k[:2].sum())

@@ -29,7 +29,7 @@ def paged_attention(
 
     Args:
       q: (T, N, H) queries; tokens behind row_starts[B] are padding.
-      k_pages: (P, K, R, H), or (P, R, K, H) in the token-major layout; N is a multiple of K.
+      k_pages: (P, K, H, R), or (P, R, K, H) in the token-major layout; N is a multiple of K.
       v_pages: (P, K, R, Hv), or (P, R, K, Hv).
       table: (B, M) int32 physical pages of each slot; entries behind its length may be anything.
       lengths: (B,) int32 rows of each slot, those of this step included.

@@ -11,7 +11,7 @@ from kvjax.pallas_kernels.paged_attention.spec import AttentionSpec
 def query_slots(row_starts: jax.Array, tokens: int) -> jax.Array:
     """(T,) int32: the slot of each packed token; B for padding behind the last row."""
     index = jnp.arange(tokens, dtype=jnp.int32)
-    return jnp.searchsorted(row_starts[1:], index, side="right").astype(jnp.int32)
+    return jnp.searchsorted(row_starts[1:], index, side="right", method="compare_all").astype(jnp.int32)
 
 
 def query_positions(row_starts: jax.Array, lengths: jax.Array, slots: jax.Array) -> jax.Array:
@@ -33,7 +33,7 @@ def paged_attention(
     """Gathers every slot's whole context for every token, then a dense softmax. Arguments as in `__init__`."""
     T, N, _ = q.shape
     if spec.layout == "head_major":
-        k_pages, v_pages = k_pages.swapaxes(1, 2), v_pages.swapaxes(1, 2)
+        k_pages, v_pages = k_pages.transpose(0, 3, 1, 2), v_pages.swapaxes(1, 2)
     _, R, K, _ = k_pages.shape
     B, M = table.shape
     slots = query_slots(row_starts, T)

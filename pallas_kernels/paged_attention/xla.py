@@ -1,35 +1,60 @@
 """Paged attention in plain jnp for every platform, with a cost that follows the context in use.
 
-The packed queries are cut into blocks of C tokens of one slot. Blocks are processed a tile at a time, and a tile
-walks the pages of its slots with an online softmax (FlashAttention, 2205.14135), so that the only K/V ever gathered
-is one page per block of the tile. Both loops have trip counts known only at run time: idle slots cost nothing, and
-a short context costs little however long the block table is.
+The packed queries are cut into blocks of C tokens of one slot: C = 1 for slots that decode, more for prompt chunks.
+Blocks are ordered by the pages that they see and processed a tile at a time; a tile walks its pages with an online
+softmax (FlashAttention, 2205.14135), so that the only K/V ever gathered is one page per block of the tile. All loops
+have trip counts known only at run time: idle slots cost nothing, and a short context costs little however long the
+block table is.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from kvjax.pallas_kernels.paged_attention.spec import AttentionSpec
 
-BLOCK = 32  # C: query tokens of one slot that share a page's K and V
-TILE = 16  # blocks that walk their pages together; measured in docs/decisions.md
-MASKED = -1e30  # finite, so that a fully masked page gives exp(0) × 0 and never NaN
+BLOCK = 32  # C of prompt chunks: query tokens of one slot that share a page's K and V
+TILE = 8  # blocks that walk their pages together; docs/decisions.md has the times of others
+MASKED = -1e30  # a logit that is not seen
+FLOOR = -1e20  # where the running maximum begins: exp(MASKED - FLOOR) is 0 even when a row has seen nothing yet
 
 
-def _query_blocks(row_starts: jax.Array, block: int, count: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Cuts each slot's tokens into blocks: slot (count,), first token (count,), and the number of blocks used.
+class _Blocks(NamedTuple):
+    """Query blocks, those with the most pages first.
 
-    Example: row_starts [0, 1, 1, 6], block 4 → slots [0, 2, 2], first tokens [0, 1, 5], 3 blocks.
+    Attributes:
+      slot: (J,) int32, clipped to B − 1 where unused.
+      first: (J,) int32 first packed token.
+      size: (J,) int32 tokens, at most C; 0 where unused.
+      used: () int32 number of blocks.
     """
-    tokens = row_starts[1:] - row_starts[:-1]
-    ends = jnp.cumsum((tokens + block - 1) // block, dtype=jnp.int32)
+
+    slot: jax.Array
+    first: jax.Array
+    size: jax.Array
+    used: jax.Array
+
+
+def _blocks(row_starts: jax.Array, lengths: jax.Array, wanted: jax.Array, block: int, count: int) -> _Blocks:
+    """Cuts the tokens of the slots in (B,) bool `wanted` into blocks; `count` is a static bound on their number.
+
+    Example: row_starts [0, 1, 1, 6], block 4, all wanted → slots [0, 2, 2], first tokens [0, 1, 5], sizes [1, 4, 1].
+    """
+    tokens = jnp.where(wanted, row_starts[1:] - row_starts[:-1], 0)
+    per_slot = (tokens + block - 1) // block
+    ends = jnp.cumsum(per_slot, dtype=jnp.int32)
     index = jnp.arange(count, dtype=jnp.int32)
-    slot = jnp.searchsorted(ends, index, side="right").astype(jnp.int32)
-    safe = jnp.minimum(slot, tokens.shape[0] - 1)
-    before = ends[safe] - (tokens[safe] + block - 1) // block
-    return slot, row_starts[safe] + (index - before) * block, ends[-1]
+    slot = jnp.searchsorted(ends, index, side="right", method="compare_all").astype(jnp.int32)
+    slot = jnp.minimum(slot, tokens.shape[0] - 1)
+    offset = (index - (ends - per_slot)[slot]) * block
+    size = jnp.where(index < ends[-1], jnp.clip(tokens[slot] - offset, 0, block), 0)
+    # A tile walks as many pages as its longest block sees: blocks of like length belong together.
+    seen = jnp.where(size > 0, lengths[slot] - tokens[slot] + offset + size, 0)
+    order = jnp.argsort(-seen, stable=True)
+    return _Blocks(slot[order], (row_starts[slot] + offset)[order], size[order], ends[-1])
 
 
 def _dot(subscripts: str, x: jax.Array, y: jax.Array) -> jax.Array:
@@ -48,53 +73,74 @@ def paged_attention(
     max_query: int,
 ) -> tuple[jax.Array, jax.Array]:
     """Arguments as in `kvjax.pallas_kernels.paged_attention.paged_attention`."""
+    (T, N, _), B = q.shape, table.shape[0]
+    tokens = row_starts[1:] - row_starts[:-1]
+    carry = jnp.zeros((T, N, v_pages.shape[-1]), q.dtype), jnp.full((T, N), -jnp.inf, jnp.float32)
+    arrays = q, k_pages, v_pages, table, lengths, row_starts
+    carry = _attend_blocks(carry, *arrays, spec, tokens == 1, 1, min(T, B))
+    if max_query > 1:
+        C = min(BLOCK, 1 << (max_query - 1).bit_length())
+        carry = _attend_blocks(carry, *arrays, spec, tokens > 1, C, min(T, T // C + B))
+    return carry
+
+
+def _attend_blocks(
+    carry: tuple[jax.Array, jax.Array],
+    q: jax.Array,
+    k_pages: jax.Array,
+    v_pages: jax.Array,
+    table: jax.Array,
+    lengths: jax.Array,
+    row_starts: jax.Array,
+    spec: AttentionSpec,
+    wanted: jax.Array,
+    C: int,
+    most: int,
+) -> tuple[jax.Array, jax.Array]:
+    """Fills in (out, lse) for the slots in (B,) bool `wanted`, at most `most` blocks of C tokens."""
     T, N, _ = q.shape
     head_major = spec.layout == "head_major"
     _, *inner, Hv = v_pages.shape
     K, R = inner if head_major else inner[::-1]
-    rows = "bkrh" if head_major else "brkh"
-    B, _ = table.shape
-    G = N // K
-    C = min(BLOCK, 1 << (max_query - 1).bit_length())
-    blocks = min(T, T // C + B)
-    tile = min(TILE, blocks)
-    slots, firsts, used = _query_blocks(row_starts, C, -(-blocks // tile) * tile)
-
-    def visible_keys(position: jax.Array, page: jax.Array) -> jax.Array:
-        """(tile, C, R) bool: which rows of the page each query sees; padding has position −1 and sees none."""
-        key = page * R + jnp.arange(R, dtype=jnp.int32)[None, None, :]
-        seen = key <= position[:, :, None]
-        return seen if spec.window is None else seen & (key > position[:, :, None] - spec.window)
+    k_rows, v_rows = ("bkhr", "bkrh") if head_major else ("brkh", "brkh")
+    G, tile = N // K, min(TILE, most)
+    blocks = _blocks(row_starts, lengths, wanted, C, -(-most // tile) * tile)
 
     def attend_tile(i: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         out, lse = carry
-        slot = jnp.minimum(jax.lax.dynamic_slice_in_dim(slots, i * tile, tile), B - 1)
-        first = jax.lax.dynamic_slice_in_dim(firsts, i * tile, tile)
-        token = first[:, None] + jnp.arange(C, dtype=jnp.int32)[None, :]
-        live = (i * tile + jnp.arange(tile, dtype=jnp.int32) < used)[:, None] & (token < row_starts[slot + 1][:, None])
-        position = jnp.where(live, lengths[slot][:, None] - row_starts[slot + 1][:, None] + token, -1)
+        slot, first, size = (jax.lax.dynamic_slice_in_dim(x, i * tile, tile) for x in blocks[:3])
+        step = jnp.arange(C, dtype=jnp.int32)[None, :]
+        live = step < size[:, None]
+        token = first[:, None] + step
+        position = jnp.where(live, (lengths[slot] - row_starts[slot + 1])[:, None] + token, -1)  # sees nothing
 
-        queries = q.at[token].get(mode="clip").reshape(tile, C, K, G, -1).swapaxes(1, 2).reshape(tile, K, C * G, -1)
-        row_table = table[slot]
+        # (tile, C, N, H) → (tile, K, C·G, H): the heads of a group share K and V, so they are rows of one product.
+        grouped = q.at[token].get(mode="clip").reshape(tile, C, K, G, -1).swapaxes(1, 2)
+        queries = grouped.reshape(tile, K, C * G, -1) * jnp.asarray(spec.scale, q.dtype)
+        row_position = jnp.repeat(position, G, axis=1)[:, None, :, None]
+        row_table, row_length = table[slot], lengths[slot][:, None]
 
         def attend_page(page: jax.Array, state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
             m, l, acc = state
             physical = jax.lax.dynamic_index_in_dim(row_table, page, axis=1, keepdims=False)
             k = k_pages.at[physical].get(mode="clip")
             v = v_pages.at[physical].get(mode="clip")
+            key = page * R + jnp.arange(R, dtype=jnp.int32)
             # Rows beyond the length belong to nobody and may hold NaN: they must not come back as 0 × NaN.
-            owned = page * R + jnp.arange(R, dtype=jnp.int32)[None, :] < lengths[slot][:, None]
-            owned = owned[:, None, :, None] if head_major else owned[:, :, None, None]
-            v = jnp.where(owned, v, jnp.zeros((), v.dtype))
-            s = _dot(f"bkch,{rows}->bkcr", queries, k) * jnp.float32(spec.scale)
+            owned = key[None, :] < row_length
+            v = jnp.where(owned[:, None, :, None] if head_major else owned[:, :, None, None], v, jnp.zeros((), v.dtype))
+            s = _dot(f"bkch,{k_rows}->bkcr", queries, k)
             if spec.soft_cap is not None:
                 s = jnp.float32(spec.soft_cap) * jnp.tanh(s / jnp.float32(spec.soft_cap))
-            seen = jnp.repeat(visible_keys(position, page), G, axis=1)[:, None]
+            key = key[None, None, None, :]
+            seen = key <= row_position
+            if spec.window is not None:
+                seen &= key > row_position - spec.window
             s = jnp.where(seen, s, MASKED)
             m_new = jnp.maximum(m, s.max(axis=-1))
             shrink = jnp.exp(m - m_new)
-            p = jnp.where(seen, jnp.exp(s - m_new[..., None]), 0.0)
-            acc = acc * shrink[..., None] + _dot(f"bkcr,{rows}->bkch", p, v)
+            p = jnp.exp(s - m_new[..., None])
+            acc = acc * shrink[..., None] + _dot(f"bkcr,{v_rows}->bkch", p, v)
             return m_new, l * shrink + p.sum(axis=-1), acc
 
         first_page = jnp.int32(0)
@@ -102,22 +148,15 @@ def paged_attention(
             nearest = jnp.where(live, position - (spec.window - 1), jnp.int32(2**30)).min()
             first_page = jnp.maximum(nearest, 0) // R
         shape = (tile, K, C * G)
-        state = (
-            jnp.full(shape, MASKED, jnp.float32),
-            jnp.zeros(shape, jnp.float32),
-            jnp.zeros((*shape, Hv), jnp.float32),
-        )
+        state = (jnp.full(shape, FLOOR, jnp.float32), jnp.zeros(shape), jnp.zeros((*shape, Hv)))
         m, l, acc = jax.lax.fori_loop(first_page, position.max() // R + 1, attend_page, state)
 
         def packed(x: jax.Array) -> jax.Array:
             """(tile, K, C·G, ...) → (tile, C, N, ...)."""
             return x.reshape(tile, K, C, G, *x.shape[3:]).swapaxes(1, 2).reshape(tile, C, N, *x.shape[3:])
 
-        nonzero = jnp.where(l > 0, l, 1.0)
         place = jnp.where(live, token, T)
-        out = out.at[place].set(packed(acc / nonzero[..., None]).astype(out.dtype), mode="drop")
-        lse = lse.at[place].set(packed(jnp.where(l > 0, m + jnp.log(nonzero), -jnp.inf)), mode="drop")
-        return out, lse
+        out = out.at[place].set(packed(acc / l[..., None]).astype(out.dtype), mode="drop")
+        return out, lse.at[place].set(packed(m + jnp.log(l)), mode="drop")
 
-    empty = jnp.zeros((T, N, Hv), q.dtype), jnp.full((T, N), -jnp.inf, jnp.float32)
-    return jax.lax.fori_loop(0, (used + tile - 1) // tile, attend_tile, empty)
+    return jax.lax.fori_loop(0, (blocks.used + tile - 1) // tile, attend_tile, carry)
