@@ -67,6 +67,42 @@ def test_decode_step_logits_equal_transformers(name):
     assert_close(logits[steps], golden["steps_1"])
 
 
+def dense_attend(window):
+    """Causal attention over the step's own keys, with no cache: the whole prompt must be in one step."""
+
+    def attend(cache, layer, q, k, v, scale):
+        T, N, _ = q.shape
+        k, v = (jnp.repeat(x, N // k.shape[1], axis=1) for x in (k, v))
+        s = jnp.einsum("tnh,snh->nts", q, k, precision="highest") * scale
+        query, key = jnp.arange(T)[:, None], jnp.arange(T)[None, :]
+        seen = (key <= query) & (key > query - (window or T))
+        p = jax.nn.softmax(jnp.where(seen[None], s, -jnp.inf), axis=-1)
+        return cache, jnp.einsum("nts,snh->tnh", p, v, precision="highest")
+
+    return attend
+
+
+@pytest.mark.parametrize("name", ["tiny_llama", "tiny_mistral"])
+def test_paged_equals_dense(name):
+    """Greedy continuation by recomputing everything densely each token, and by the engine: token for token."""
+    model = tiny(name)
+    prompt = goldens(name)["prompt_1"].tolist()
+    attend = dense_attend(model.config.windows[0])
+
+    @jax.jit
+    def dense_next(params, ids, length):
+        positions = jnp.arange(ids.shape[0], dtype=jnp.int32)
+        _, hidden = model.family.forward(params, model.config, ids, positions, None, attend)
+        return model.family.unembed(params, model.config, hidden)[length - 1].argmax()
+
+    ids = np.zeros(len(prompt) + 24, np.int32)
+    ids[: len(prompt)] = prompt
+    for length in range(len(prompt), len(ids)):
+        ids[length] = dense_next(model.params, jnp.asarray(ids), length)
+    want = ids[len(prompt) :].tolist()
+    assert tokens(model, [prompt], SamplingParams(max_new_tokens=24)) == [want]
+
+
 @pytest.mark.parametrize("stacked", [False, True], ids=["unrolled", "scanned"])
 @pytest.mark.parametrize("name", golden_models.NAMES)
 def test_greedy_tokens_equal_transformers(name, stacked):

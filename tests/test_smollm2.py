@@ -1,0 +1,53 @@
+"""The default model against Hugging Face transformers on the same weights: logits of 5 prompts, tokens of 20."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from engines import goldens
+
+import kvjax
+from kvjax import cache, engine, job
+from kvjax.cache import CacheConfig, Placement
+
+GOLDEN = goldens("smollm2")
+
+
+@pytest.fixture(scope="module")
+def llm():
+    return kvjax.load(layers="scanned")  # compiles faster; the tiny models compare both forms
+
+
+def all_logits(llm, ids) -> np.ndarray:
+    """(T, V): the whole prompt in one step through the paged cache."""
+    model, T = llm.model, len(ids)
+    pages = -(-T // 64)
+    config = CacheConfig(model.family.kv_specs(model.config, "float32"), 1, 64, pages, stacked=True)
+    program = job.program_of(model, config)
+    grown, starved = cache.reserve(config, cache.init(config), jnp.asarray([T], jnp.int32), jnp.int32(0), T)
+    assert not starved.any()
+    starts = jnp.asarray([0, T], jnp.int32)
+    placement = Placement(jnp.zeros((T,), jnp.int32), jnp.arange(T, dtype=jnp.int32), starts, T)
+    _, hidden = engine.compute(program, model.params, grown, jnp.asarray(ids, jnp.int32), placement)
+    return np.asarray(program.unembed(model.params, model.config, hidden))
+
+
+@pytest.mark.parametrize("i", GOLDEN["logit_prompts"].tolist())
+def test_logits(llm, i):
+    logits = all_logits(llm, GOLDEN[f"prompt_{i}"])
+    want = GOLDEN[f"columns_{i}"]
+    scale = np.abs(want).max()
+    assert np.abs(logits[:, GOLDEN["columns"]] - want).max() <= 1e-4 * scale
+    assert (logits.argmax(axis=1) == GOLDEN[f"argmax_{i}"]).all()
+    wide = logits.astype(np.float64)
+    top = wide.max(axis=1)
+    logsumexp = top + np.log(np.exp(wide - top[:, None]).sum(axis=1))
+    np.testing.assert_allclose(logsumexp, GOLDEN[f"logsumexp_{i}"], rtol=1e-4)
+    if f"last_{i}" in GOLDEN:
+        assert np.abs(logits[-1] - GOLDEN[f"last_{i}"]).max() <= 1e-4 * np.abs(GOLDEN[f"last_{i}"]).max()
+
+
+def test_greedy_tokens_of_twenty_prompts(llm):
+    prompts = [GOLDEN[f"prompt_{i}"] for i in range(20)]
+    completions = llm.generate(prompts, max_new_tokens=64, ignore_eos=True)
+    for i, completion in enumerate(completions):
+        assert completion.tokens == tuple(GOLDEN[f"greedy_{i}"].tolist()), f"prompt {i}"
