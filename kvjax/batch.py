@@ -11,13 +11,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from kvjax.batch_files import Input, PathLike, Records, opened_input, opened_records
-from kvjax.errors import RequestError, UserError
+from kvjax.batch_files import Input, PathLike, Records, check_paths, opened_input, opened_records
+from kvjax.errors import RequestError
 from kvjax.sampling_params import ALIASES, SamplingParams
 
 if TYPE_CHECKING:
@@ -129,17 +128,25 @@ def run(
       UserError: the input cannot be read, the target cannot be written or belongs to another job, or `defaults` are
         impossible. What is wrong with single lines is in their records instead.
     """
-    base = SamplingParams.from_dict(defaults or {}).validate(2**31 - 1)
+    base = SamplingParams.from_dict(defaults or {})
+    # Token ids wait for the vocabulary.
+    dataclasses.replace(base, logit_bias=None, stop_token_ids=()).validate(2**31 - 1)
     SamplingParams(seed=seed).validate(2**31 - 1)
+    check_paths(source, target)
+
+    def loaded() -> LLM:
+        llm = model() if callable(model) else model
+        _check_defaults(llm, base, defaults or {})
+        return llm
+
     if settings is None:
-        model = model() if callable(model) else model
+        model = loaded()
         settings = identity(model)
-    _refuse_same(source, target)
     with opened_input(source) as lines:
         job = {"input": lines.digest, "seed": seed, **settings, "defaults": dataclasses.asdict(base)}
         custom_ids = (parse(index, raw).custom_id for index, raw in enumerate(lines))
         with opened_records(target, job, custom_ids, lines.total, overwrite) as records:
-            return _Run(model, lines, records, base, seed, on_progress).run()
+            return _Run(loaded, lines, records, base, seed, on_progress).run()
 
 
 def identity(llm: LLM) -> dict[str, Any]:
@@ -198,17 +205,49 @@ def _params(value: Mapping[str, Any]) -> dict[str, Any]:
     return {ALIASES.get(key, key): item for key, item in given.items() if item is not None}
 
 
-def _refuse_same(source: PathLike, target: PathLike) -> None:
-    ours, theirs = os.fspath(source), os.fspath(target)
-    if ours != "-" and os.path.exists(ours) and os.path.exists(theirs) and os.path.samefile(ours, theirs):
-        raise UserError(f"{ours} is the input and the output: write to another file.")
+def _check_defaults(llm: LLM, base: SamplingParams, given: Mapping[str, Any]) -> None:
+    """Refuses what would make an error of every line that has no parameters of its own."""
+    base.validate(llm.model.config.vocab)
+    # The default of the default is no mistake of the caller's, whose lines may all be shorter.
+    chosen = any(ALIASES.get(name, name) == "max_new_tokens" and value is not None for name, value in given.items())
+    if chosen and base.max_new_tokens >= llm.context:
+        raise RequestError(
+            f"max_new_tokens is {base.max_new_tokens}, and the context of {llm.context} tokens has to hold the prompts "
+            "as well: lower max_new_tokens, or load with a larger context."
+        )
+    _Stops(llm).add(base.stop)
+
+
+class _Stops:
+    """The stop strings of a window, whose table is bounded."""
+
+    def __init__(self, llm: LLM):
+        from kvjax.stops import AutomatonBank
+
+        self._empty = lambda: AutomatonBank(llm.model.token_bytes)
+        self._bank = self._empty()
+
+    def add(self, stops: Iterable[str]) -> bool:
+        """Adds a set; returns whether there was no room, so that it is the first of the next window.
+
+        Raises:
+          RequestError: there never is: the set is too large by itself.
+        """
+        try:
+            self._bank.add(stops)
+            return False
+        except RequestError:
+            bank = self._empty()
+            bank.add(stops)
+            self._bank = bank
+            return True
 
 
 @dataclasses.dataclass
 class _Run:
     """One run over the lines without a record."""
 
-    model: LLM | Callable[[], LLM]
+    load: Callable[[], LLM]
     lines: Input
     records: Records
     base: SamplingParams
@@ -222,7 +261,7 @@ class _Run:
     def run(self) -> Summary:
         self.resumed, self.began = self.records.done, time.monotonic()
         if self.resumed < self.lines.total:
-            llm = self.model() if callable(self.model) else self.model
+            llm = self.load()
             self.began = time.monotonic()
             self._report()
             for window in self._windows(llm):
@@ -237,35 +276,43 @@ class _Run:
         )
 
     def _windows(self, llm: LLM) -> Iterator[list[tuple[Line, list[Request]]]]:
-        """Lines with their requests, about `WINDOW` requests at a time; lines that have none get their records."""
+        """Lines with their requests, about `WINDOW` requests at a time; lines that have none get their records.
+
+        A window ends sooner where the table of its stop strings is full.
+        """
         window: list[tuple[Line, list[Request]]] = []
-        count = 0
+        count, stops = 0, _Stops(llm)
         done, had = self.records.next, frozenset(self.records.waiting)
         for index, raw in enumerate(self.lines):
             if index < done or index in had:
                 continue
             line = parse(index, raw)
-            requests = self._requests(llm, line)
+            requests, full = self._requests(llm, line, stops)
+            if full:
+                yield window
+                window, count = [], 0
             count += max(1, len(requests))  # bad lines too: their records wait in memory for those before
             window.append((line, requests))
             if count >= WINDOW:
+                stops = _Stops(llm)
                 yield window
                 window, count = [], 0
         if window:
             yield window
 
-    def _requests(self, llm: LLM, line: Line) -> list[Request]:
+    def _requests(self, llm: LLM, line: Line, stops: _Stops) -> tuple[list[Request], bool]:
+        """The line's requests, none if it is bad, and whether they must be in another window than those before."""
         if line.error is not None:
             self._fail(line, line.error)
-            return []
+            return [], False
         try:
             params = dataclasses.replace(self.base, **line.params)
             if isinstance(params.n, int) and params.n > WINDOW:
                 raise RequestError(f"n is {params.n}: give at most {WINDOW}.")
-            return llm.requests(line.prompt, params, index=line.index)
+            return llm.requests(line.prompt, params, index=line.index), stops.add(params.stop)
         except _BAD_LINE as error:
             self._fail(line, str(error))
-            return []
+            return [], False
 
     def _run_window(self, llm: LLM, window: list[tuple[Line, list[Request]]]) -> None:
         window = self._servable(llm, [(line, requests) for line, requests in window if requests])

@@ -13,6 +13,7 @@ import hashlib
 import json
 import os
 import shutil
+import stat
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
@@ -22,6 +23,51 @@ from typing import Any, BinaryIO, NoReturn
 from kvjax.errors import UserError
 
 PathLike = str | os.PathLike[str]
+
+_SUFFIXES = ("", ".job", ".job.new", ".part")
+"""Of the files that a job writes; the third becomes the second when it is whole."""
+
+
+def check_paths(source: PathLike, target: PathLike) -> None:
+    """Raises UserError for an output that cannot be one, or that would replace the input, itself or beside it."""
+    from etils import epath
+
+    ours, theirs = os.path.expanduser(os.fspath(source)), os.path.expanduser(os.fspath(target))
+    for path in (ours, theirs):
+        if "\0" in path:
+            raise UserError(f"{path!r} contains a NUL character, which no file's name can: correct the path.")
+        try:
+            epath.Path(path)
+        except KeyError:
+            raise UserError(f"{path} is an address of a kind that is not known: give a path or gs://….") from None
+    if theirs == "-":
+        return
+    if not theirs or theirs.endswith("/") or os.path.isdir(theirs):
+        raise UserError(f"{theirs or '.'} is a folder: name a file in it.")
+    read = _stat(ours)
+    for suffix in _SUFFIXES:
+        written = theirs + suffix if _is_remote(theirs) else f"{Path(theirs)}{suffix}"
+        found = _stat(written)
+        if ours == written != "-" or (read and found and os.path.samestat(read, found)):
+            name = "The standard input" if ours == "-" else ours
+            why = f", and a job that writes {theirs} keeps a file of that name" if suffix else " and the output"
+            raise UserError(f"{name} is the input{why}: write to another file.")
+        if found and not stat.S_ISREG(found.st_mode):
+            remedy = "write to another one, or to - for the standard output"
+            raise UserError(f"{written} is not a regular file, and cannot keep a job's records: {remedy}.")
+
+
+def _stat(path: str) -> os.stat_result | None:
+    try:
+        return os.fstat(sys.stdin.fileno()) if path == "-" else os.stat(path)
+    except OSError:  # it does not exist; or the standard input is an object of Python's
+        return None
+
+
+def _reason(error: BaseException) -> str:
+    """An exception's text for use inside a sentence."""
+    text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+    return " ".join(text.split())[:200] or type(error).__name__
 
 
 class Input:
@@ -48,22 +94,25 @@ class Input:
 
 @contextlib.contextmanager
 def opened_input(source: PathLike) -> Iterator[Input]:
-    """The lines of a file, of an object in a bucket, or for "-" of the standard input. Raises UserError."""
+    """The lines of a file, a pipe, an object in a bucket, or for "-" of the standard input. Raises UserError."""
     from etils import epath
 
     with contextlib.ExitStack() as stack:
         try:
             if os.fspath(source) == "-":
-                file = stack.enter_context(tempfile.TemporaryFile())
-                shutil.copyfileobj(sys.stdin.buffer, file)
-                file.seek(0)
+                file: Any = sys.stdin.buffer
             else:
-                file = stack.enter_context(epath.Path(source).expanduser().open("rb"))  # type: ignore[arg-type]
-            lines = Input(file)  # type: ignore[arg-type]
+                file = stack.enter_context(epath.Path(source).expanduser().open("rb"))
+            if os.fspath(source) == "-" or not file.seekable():
+                copy = stack.enter_context(tempfile.TemporaryFile())
+                shutil.copyfileobj(file, copy)
+                copy.seek(0)
+                file = copy
+            lines = Input(file)
         except FileNotFoundError:
             raise UserError(f"There is no such file: {os.fspath(source)}.") from None
-        except OSError as error:
-            raise UserError(f"{os.fspath(source)} cannot be read ({error.strerror or error}).") from error
+        except Exception as error:  # a bucket's client raises errors of its own
+            raise UserError(f"{os.fspath(source)} cannot be read ({_reason(error)}).") from error
         yield lines
 
 
@@ -112,7 +161,7 @@ class _Durable(Records):
             os.fsync(self._file.fileno())
             self._flush_journal()
         except OSError as error:
-            reason = f"{self._path} cannot be written ({error.strerror or error})"
+            reason = f"{self._path} cannot be written ({_reason(error)})"
             raise UserError(f"{reason}: what is in it stays, and a rerun goes on from there.") from error
 
     def close(self) -> None:
@@ -155,13 +204,15 @@ def opened_records(
             _claim(path, job)
             records = _Durable(path, journal, custom_ids, total)
         except OSError as error:
-            raise UserError(f"{path} cannot be written ({error.strerror or error}).") from error
+            raise UserError(f"{path} cannot be written ({_reason(error)}).") from error
         try:
             yield records
         finally:
-            records.flush()
-            records.close()
-            publish()
+            try:
+                records.flush()
+            finally:
+                records.close()
+                publish()
 
 
 def _beside(path: Path, suffix: str) -> Path:
@@ -175,7 +226,7 @@ def _locked_journal(path: Path) -> Iterator[BinaryIO]:
     try:
         journal = name.open("ab")
     except OSError as error:
-        raise UserError(f"{path} cannot be written ({error.strerror or error}).") from error
+        raise UserError(f"{path} cannot be written ({_reason(error)}).") from error
     with journal:
         try:
             fcntl.flock(journal, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -199,10 +250,14 @@ def _discard(path: Path, journal: BinaryIO) -> None:
 def _claim(path: Path, job: Mapping[str, Any]) -> None:
     """Notes what the records are made from; refuses a file with records of anything else."""
     note = _beside(path, ".job")
-    if any(file.exists() and file.stat().st_size for file in (path, _beside(path, ".part"))):
-        if not note.exists():
-            _refuse(f"{path} exists, and {note.name} is not there to say what its records were made from")
-        _refuse_other(path, _read_object(note.read_bytes()) or {}, json.loads(json.dumps(job)))
+    before = (_read_object(note.read_bytes()) or {}) if note.exists() else None
+    if before is not None and not before.keys() >= {"input", "defaults"}:
+        _refuse(f"{note} is not what a job writes there, and would be replaced")
+    filled = [file for file in (path, _beside(path, ".part")) if file.exists() and file.stat().st_size]
+    if filled:
+        if before is None:
+            _refuse(f"{filled[0]} exists, and {note.name} is not there to say what its records were made from")
+        _refuse_other(path, before, json.loads(json.dumps(job)))
         return
     part = _beside(note, ".new")
     with part.open("w") as file:
@@ -260,11 +315,12 @@ def _recover_journal(path: Path, start: int, total: int) -> dict[int, bytes]:
     with path.open("rb") as file:
         for raw in file:
             record = _read_object(raw) if raw.endswith(b"\n") else None
-            if record is None:
+            index = record.get("index") if record is not None else None
+            if type(index) is not int:
                 break
             whole += len(raw)
-            if start <= record["index"] < total:
-                found[record["index"]] = raw
+            if start <= index < total:
+                found[index] = raw
     _cut(path, whole)
     return found
 
@@ -277,7 +333,7 @@ def _cut(path: Path, size: int) -> None:
 def _read_object(raw: bytes) -> dict[str, Any] | None:
     try:
         value = json.loads(raw)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return value if isinstance(value, dict) else None
 
@@ -286,23 +342,33 @@ def _read_object(raw: bytes) -> dict[str, Any] | None:
 def _working_copy(target: str) -> Iterator[tuple[Path, Callable[[], None]]]:
     """A local path to work on, and what brings it to its place."""
     if not _is_remote(target):
-        yield Path(target).expanduser(), lambda: None
+        yield Path(os.path.expanduser(target)), lambda: None
         return
     from etils import epath
 
-    with tempfile.TemporaryDirectory() as folder:
+    with contextlib.ExitStack() as cleanup:
+        folder = tempfile.mkdtemp(prefix="kvjax-")
+        cleanup.callback(shutil.rmtree, folder, ignore_errors=True)
         here = Path(folder) / target.rsplit("/", 1)[-1]
         pairs = [(epath.Path(target + suffix), _beside(here, suffix)) for suffix in (".job", ".part", "")]
-        for remote, local in pairs:
-            if remote.exists():
-                local.write_bytes(remote.read_bytes())
+        try:
+            for remote, local in pairs:
+                if remote.exists():
+                    local.write_bytes(remote.read_bytes())
+        except Exception as error:  # a bucket's client raises errors of its own
+            raise UserError(f"{target} cannot be reached ({_reason(error)}).") from error
 
         def publish() -> None:
-            for remote, local in pairs:
-                if local.exists() and (local.stat().st_size or not local.name.endswith(".part")):
-                    remote.write_bytes(local.read_bytes())
-                elif remote.exists():
-                    remote.unlink()
+            try:
+                for remote, local in pairs:
+                    if local.exists() and (local.stat().st_size or not local.name.endswith(".part")):
+                        remote.write_bytes(local.read_bytes())
+                    elif remote.exists():
+                        remote.unlink()
+            except BaseException as error:  # a second Ctrl-C, too, must not cost the records
+                cleanup.pop_all()
+                remedy = f"what should be there is kept in {folder}, from where it can be copied"
+                raise UserError(f"{target} cannot be written ({_reason(error)}): {remedy}.") from error
 
         yield here, publish
 

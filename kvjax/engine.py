@@ -144,7 +144,7 @@ def commit(
     token, logprobs = sampling.sample(logits, state.sampler, generated, drawn, program.logprobs)
     sampler = sampling.observe(state.sampler, token, drawn)
     stop_state, matched = stops.advance(state.automata, slots.automaton, slots.stop_state, token)
-    watched = drawn & (generated >= state.sampler.min_new)  # an output of a minimum length is not matched before
+    watched = drawn & (generated >= state.sampler.min_new)  # below its minimum length no output stops
     column = jnp.where(drawn, slots.known, slots.tokens.shape[1])
     row = jnp.arange(column.shape[0], dtype=jnp.int32)
     slots = slots.replace(
@@ -154,7 +154,7 @@ def commit(
         logprobs=jax.tree.map(lambda old, new: old.at[row, column].set(new, mode="drop"), slots.logprobs, logprobs),
     )
     status = jnp.where(drawn & (slots.known >= slots.limit), LENGTH, slots.status)
-    status = jnp.where((watched & matched) | (drawn & sampling.stopped(token, state.sampler)), STOPPED, status)
+    status = jnp.where(watched & (matched | sampling.stopped(token, state.sampler)), STOPPED, status)
     status = jnp.where(_newest(slots) & starved.any(), PREEMPTED, status)
     ended = (slots.status == RUNNING) & (status != RUNNING)
     cache = kv_cache.release(program.cache, state.cache, ended)

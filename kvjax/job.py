@@ -193,7 +193,7 @@ def plan_cache(model: Model, requests: Sequence[Request], options: Options) -> C
         raise RequestError("Layers with different caches cannot be scanned: load with layers='unrolled'.")
     affordable = options.kv_bytes // config.page_bytes
     if affordable < slots * per_slot:
-        config = dataclasses.replace(config, pages=max(1, affordable))
+        config = dataclasses.replace(config, pages=affordable)
     return config
 
 

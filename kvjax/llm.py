@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import dataclasses
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,9 +17,11 @@ from kvjax.checkpoints.resolve import open_checkpoint
 from kvjax.errors import ModelError, RequestError
 from kvjax.job import Model, Options, Output, Report, Request, TokenLogprob
 from kvjax.models import FAMILIES, family_of
+from kvjax.pallas_kernels import LAYOUTS
+from kvjax.pallas_kernels.paged_attention import BACKENDS
 from kvjax.sampling_params import SamplingParams
 from kvjax.sharding import param_sharding
-from kvjax.tokenizer import StreamDecoder, Tokenizer
+from kvjax.tokenizer import Tokenizer
 
 Message = Mapping[str, Any]
 Prompt = str | Sequence[int] | Sequence[Message]
@@ -118,7 +121,7 @@ class LLM:
 
     def run(self, requests: Sequence[Request], *, seed: int = 0, follow: bool = False) -> Iterator[Report]:
         """Runs a job; see `kvjax.job.run`."""
-        return job.run(self.model, requests, self.options, seed=seed, follow=follow)
+        return job.run(self.model, requests, self.options, seed=_seed(seed), follow=follow)
 
     def generate(
         self,
@@ -144,7 +147,7 @@ class LLM:
         Raises:
           RequestError: a prompt or parameter that can never be served; nothing has run then.
         """
-        single = _is_prompt(prompts)
+        single, seed = _is_prompt(prompts), _seed(seed)
         items: list[Prompt] = [prompts] if single else list(prompts)
         requests = [
             request
@@ -182,7 +185,7 @@ class LLM:
         (p,) = _params_of(params, sampling, 1)
         if p.n != 1:
             raise RequestError(f"n is {p.n}, and a stream has one sample: use generate for several.")
-        return self._stream(self.requests(prompt, p), p, seed, on_report)
+        return self._stream(self.requests(prompt, p), p, _seed(seed), on_report)
 
     def _stream(
         self,
@@ -191,15 +194,17 @@ class LLM:
         seed: int,
         on_report: Callable[[Report], None] | None,
     ) -> Iterator[str]:
-        decoder, text, done, sent = StreamDecoder(self.tokenizer), "", 0, 0
+        utf8, raw, done, sent = codecs.getincrementaldecoder("utf-8")("replace"), "", 0, 0
         options = dataclasses.replace(self.options, segment_seconds=0.15)  # a few pieces a second
         for report in job.run(self.model, requests, options, seed=seed, follow=True):
             for output in (*report.running, *report.finished):
-                text += "".join(decoder.push(token) for token in output.tokens[done:])
+                raw += utf8.decode(self._bytes(output.tokens[done:]))
                 done = len(output.tokens)
+                hidden = self._stripped(raw)
+                text, safe = raw[hidden:], len(raw) - hidden - stops.held(raw, params.stop)
                 if output.finish_reason:
                     text = self.sample_of(output).text
-                safe = len(text) if output.finish_reason else len(text) - stops.held(text, params.stop)
+                    safe = len(text)
                 if safe > sent:
                     yield text[sent:safe]
                     sent = safe
@@ -209,11 +214,19 @@ class LLM:
     def sample_of(self, output: Output) -> Sample:
         """A finished output with its text, cut before the stop string that ended it."""
         params = output.request.params
-        text = self.tokenizer.decode(output.tokens)
-        if params.stop:
-            exempt = len(self.tokenizer.decode(output.tokens[: params.min_new_tokens]))
-            text, _ = stops.cut(text, params.stop, exempt)
-        return Sample(text, output.tokens, output.finish_reason or "", output.logprobs)
+        raw = self._bytes(output.tokens).decode(errors="replace")
+        hidden = self._stripped(raw)
+        if params.stop:  # matched where the device matched it: before a leading space is stripped
+            exempt = len(self._bytes(output.tokens[: params.min_new_tokens]).decode(errors="replace"))
+            raw, _ = stops.cut(raw, params.stop, exempt)
+        return Sample(raw[hidden:], output.tokens, output.finish_reason or "", output.logprobs)
+
+    def _bytes(self, tokens: Sequence[int]) -> bytes:
+        return b"".join(self.model.token_bytes[token] for token in tokens)
+
+    def _stripped(self, raw: str) -> int:
+        """Characters at the beginning of a text that the tokenizer does not show: SentencePiece's first space."""
+        return int(self.tokenizer.strips_space and raw.startswith(" "))
 
     def __repr__(self) -> str:
         return f"LLM({self.description or self.model.family.name}, context={self.context})"
@@ -248,6 +261,8 @@ def load(
         raise ModelError(f"layers is {layers!r}: give 'unrolled' or 'scanned'.")
     if context is not None and (not isinstance(context, int) or context < 2):
         raise ModelError(f"context is {context!r}: give a whole number of tokens, at least 2.")
+    if mesh is not None and not isinstance(mesh, jax.sharding.Mesh):
+        raise ModelError(f"mesh is {mesh!r}: give a jax.sharding.Mesh, e.g. jax.make_mesh((4,), ('model',)).")
     run_options = _options(options)
     on_cpu = (mesh.devices.flat[0] if mesh is not None else jax.devices()[0]).platform == "cpu"
     dtype = _float_type("dtype", dtype or (jnp.float32 if on_cpu else jnp.bfloat16))
@@ -277,8 +292,13 @@ def _options(fields: Mapping[str, Any]) -> Options:
         if name not in known:
             raise ModelError(f"load does not take {name}: the options are {', '.join(sorted(known))}.")
         default = getattr(Options, name)
-        if isinstance(default, int) and (not isinstance(value, int) or value < 1):
+        if isinstance(default, int) and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
             raise ModelError(f"{name} is {value!r}: give a whole number of at least 1.")
+        if isinstance(default, float) and (not isinstance(value, int | float) or not 0 < value < math.inf):
+            raise ModelError(f"{name} is {value!r}: give a number of seconds over 0.")
+        choices = {"backend": BACKENDS, "layout": (None, *LAYOUTS)}.get(name)
+        if choices is not None and value not in choices:
+            raise ModelError(f"{name} is {value!r}: give one of {', '.join(map(str, choices))}.")
     return Options(**fields)
 
 
@@ -292,22 +312,41 @@ def _float_type(name: str, dtype: Any) -> Any:
     return found
 
 
+_PROMPTS = (
+    'give a text, a list of token ids, a list of messages {"role": ..., "content": ...}, or a list of such prompts'
+)
+
+
 def _is_prompt(prompts: Any) -> bool:
     """Whether it is one prompt, not many: a text, a list of ids, or a list of messages."""
-    if isinstance(prompts, str) or len(prompts) == 0:
-        return isinstance(prompts, str)
+    if isinstance(prompts, str):
+        return True
+    if (
+        isinstance(prompts, Mapping | bytes | bytearray)
+        or not hasattr(prompts, "__getitem__")
+        or not _has_length(prompts)
+    ):
+        raise RequestError(f"Prompts of type {type(prompts).__name__} cannot be read: {_PROMPTS}.")
+    if len(prompts) == 0:
+        return False
     first = prompts[0]
     return isinstance(first, Mapping) or (hasattr(first, "__index__") and getattr(first, "ndim", 0) == 0)
 
 
+def _has_length(value: Any) -> bool:
+    try:
+        return len(value) >= 0
+    except TypeError:  # an array of no dimensions has the method, and no length
+        return False
+
+
 def _token_ids(prompt: Any, vocab: int) -> list[int]:
     try:
+        if isinstance(prompt, bytes | bytearray) or any(isinstance(token, bool) for token in prompt):
+            raise TypeError
         ids = [token.__index__() for token in prompt]
     except (TypeError, AttributeError) as error:
-        raise RequestError(
-            f"A prompt of type {type(prompt).__name__} cannot be read: give a text, a list of token ids, or a list of "
-            'messages {"role": ..., "content": ...}.'
-        ) from error
+        raise RequestError(f"A prompt of type {type(prompt).__name__} cannot be read: {_PROMPTS}.") from error
     for token in ids:
         if not 0 <= token < vocab:
             raise RequestError(f"The prompt contains token id {token}: the model's vocabulary has 0 to {vocab - 1}.")
@@ -321,10 +360,20 @@ def _params_of(params: Any, fields: Mapping[str, Any], count: int) -> list[Sampl
         raise RequestError(f"Sampling parameters are given twice, as params and as {', '.join(fields)}: use one way.")
     if isinstance(params, SamplingParams):
         return [params] * count
-    params = list(params)
+    if not isinstance(params, Sequence) or not all(isinstance(p, SamplingParams) for p in params):
+        raise RequestError(f"params is {params!r}: give a SamplingParams, or a list of one for each prompt.")
     if len(params) != count:
         raise RequestError(f"There are {count} prompts and {len(params)} sampling parameters: give one for each.")
-    return params
+    return list(params)
+
+
+def _seed(seed: Any) -> int:
+    try:
+        if isinstance(seed, bool) or not 0 <= seed.__index__() < 2**32:
+            raise AttributeError
+        return seed.__index__()
+    except AttributeError:
+        raise RequestError(f"seed is {seed!r}: give a whole number from 0 to {2**32 - 1}.") from None
 
 
 def parameter_count(params: Any) -> int:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import math
 import numbers
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -71,6 +70,10 @@ class SamplingParams:
         object.__setattr__(self, "stop_token_ids", _as_tuple(self.stop_token_ids))
         if isinstance(self.logit_bias, Mapping):
             object.__setattr__(self, "logit_bias", {_as_token(k): v for k, v in self.logit_bias.items()})
+        for field in dataclasses.fields(self):  # numpy's numbers become Python's
+            value = getattr(self, field.name)
+            if isinstance(value, numbers.Number) and hasattr(value, "item"):
+                object.__setattr__(self, field.name, value.item())
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> SamplingParams:
@@ -80,6 +83,8 @@ class SamplingParams:
           RequestError: an unknown field, or one given under two names.
         """
         known = [field.name for field in dataclasses.fields(cls)]
+        if not isinstance(fields, Mapping):
+            raise RequestError(f"Sampling parameters are {fields!r}: give a mapping of names to values.")
         values: dict[str, Any] = {}
         for given, value in fields.items():
             name = ALIASES.get(given, given)
@@ -88,7 +93,8 @@ class SamplingParams:
             if value is None:
                 continue
             if name in values:
-                raise RequestError(f"{name} is given twice, also as {given}: give one of them.")
+                alias = given if given != name else next(a for a in ALIASES if ALIASES[a] == name and a in fields)
+                raise RequestError(f"{name} is given twice, also as {alias}: give one of them.")
             values[name] = value
         return cls(**values)
 
@@ -182,9 +188,10 @@ def _real(name: str, value: Any, low: float | None = None, high: float | None = 
 
 
 def _is_finite(value: Any) -> bool:
+    """Whether it is a finite float32, which the sampler computes in."""
     try:
-        return math.isfinite(value)
-    except OverflowError:  # an int beyond the largest float
+        return abs(float(value)) <= 3.4028234663852886e38
+    except OverflowError:  # an int beyond the largest float64
         return False
 
 
@@ -211,6 +218,10 @@ def _bias(bias: Any, vocab_size: int) -> None:
 def _stops(stops: Any) -> None:
     if not isinstance(stops, tuple) or not all(isinstance(text, str) for text in stops):
         raise RequestError(f"stop is {stops!r}: give a string or a list of strings.")
+    if any("\ufffd" in text for text in stops):
+        raise RequestError(
+            "stop contains U+FFFD, which stands for bytes that are no text, and no token spells it: remove it."
+        )
     if "" in stops:
         raise RequestError('stop contains the empty string "", which would end every output at once: remove it.')
     for text in stops:

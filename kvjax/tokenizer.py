@@ -6,6 +6,7 @@ import codecs
 import functools
 import json
 import re
+import reprlib
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _TEMPLATE_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
+_LAST_ID = 2**31 - 1
 
 
 class Tokenizer:
@@ -28,14 +30,17 @@ class Tokenizer:
     Attributes:
       vocab_size: number of tokens, added ones included; the model's vocabulary may be padded beyond it.
       bos_id: the token that begins a text, or None.
-      eos_ids: the tokens that end a text or a turn; may be empty.
+      eos_ids: the tokens that end a text or a turn; may be empty. Ids that the tokenizer has no token for are left
+        out, as files name -1 or an id of another model for none.
       chat_template: Jinja source, or None.
+      strips_space: whether a text's first space, which SentencePiece puts there itself, is not part of it.
     """
 
     vocab_size: int
     bos_id: int | None
     eos_ids: tuple[int, ...]
     chat_template: str | None
+    strips_space: bool
 
     def __init__(
         self,
@@ -58,13 +63,14 @@ class Tokenizer:
         """
         fields, config, generation_config = fields or {}, config or {}, generation_config or {}
         self._backend = backend
-        self._spelling, self._strips_space = _spelling(json.loads(backend.to_str()))
+        self._spelling, self.strips_space = _spelling(json.loads(backend.to_str()))
         self._added = backend.get_added_tokens_decoder()
         self._names = _special_names(fields)
         self.vocab_size = backend.get_vocab_size(with_added_tokens=True)
         self.bos_id = self._first_token(fields, config)
-        stops = [*_ids(generation_config), *_ids(config), backend.token_to_id(self._names.get("eos_token", ""))]
-        self.eos_ids = tuple(dict.fromkeys(index for index in stops if index is not None))
+        named = backend.token_to_id(self._names.get("eos_token", ""))
+        stops = [*_ids(generation_config), *_ids(config), *([] if named is None else [named])]
+        self.eos_ids = tuple(dict.fromkeys(index for index in stops if self._has(index)))
         self.chat_template = _default_template(fields.get("chat_template"))
 
     @classmethod
@@ -114,7 +120,10 @@ class Tokenizer:
     def _first_token(self, fields: Mapping[str, Any], config: Mapping[str, Any]) -> int | None:
         if "bos_token" in fields:
             return self._backend.token_to_id(self._names.get("bos_token", ""))
-        return next(iter(_ids(config, "bos_token_id")), None)
+        return next((index for index in _ids(config, "bos_token_id") if self._has(index)), None)
+
+    def _has(self, index: int) -> bool:
+        return self._backend.id_to_token(index) is not None
 
     def _bytes(self, token_id: int, skip_special_tokens: bool) -> bytes:
         added = self._added.get(token_id)
@@ -134,7 +143,7 @@ class StreamDecoder:
         self._tokenizer = tokenizer
         self._skip = skip_special_tokens
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
-        self._strip = tokenizer._strips_space
+        self._strip = tokenizer.strips_space
 
     def push(self, token_id: int) -> str:
         """The text that this token completes; may be empty."""
@@ -144,7 +153,7 @@ class StreamDecoder:
         """What still waits: U+FFFD for bytes whose character never came to an end. Then starts afresh."""
         text = self._emit(self._utf8.decode(b"", final=True))
         self._utf8.reset()
-        self._strip = self._tokenizer._strips_space
+        self._strip = self._tokenizer.strips_space
         return text
 
     def _emit(self, text: str) -> str:
@@ -177,8 +186,12 @@ def _from_folder(folder: epath.Path) -> tuple[tokenizers.Tokenizer, dict[str, An
     except Exception as error:  # the library raises plain Exception
         raise ModelError(f"{file} cannot be read ({one_line(error)}): download or copy it again.") from error
     fields = read_json(folder / "tokenizer_config.json")
-    if (folder / "chat_template.jinja").exists():
-        fields["chat_template"] = (folder / "chat_template.jinja").read_text()
+    template = folder / "chat_template.jinja"
+    if template.exists():
+        try:
+            fields["chat_template"] = template.read_text()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ModelError(f"{template} cannot be read ({one_line(error)}): download or copy it again.") from error
     elif "chat_template" not in fields:
         fields.update(read_json(folder / "chat_template.json"))
     return backend, fields
@@ -235,14 +248,20 @@ def _special_names(fields: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _ids(fields: Mapping[str, Any], key: str = "eos_token_id") -> list[int]:
+    """The token ids in a field: one, or a list. What cannot be an id, as null or -1, is left out."""
     value = fields.get(key)
     values = value if isinstance(value, list) else [value]
-    return [index for index in values if isinstance(index, int) and not isinstance(index, bool)]
+    return [index for index in values if type(index) is int and 0 <= index <= _LAST_ID]
 
 
 def _default_template(value: Any) -> str | None:
     """A template, or the one named "default" of a list of {"name", "template"}."""
     if isinstance(value, list):
+        for entry in value:
+            name = entry.get("name") if isinstance(entry, dict) else ""
+            if not isinstance(name, str):
+                reason = 'each needs a text for a name, the one to use "default"'
+                raise ModelError(f"The tokenizer's chat_template has one named {reprlib.repr(name)}: {reason}.")
         named = {entry.get("name"): entry.get("template") for entry in value if isinstance(entry, dict)}
         value = named.get("default")
     return value if isinstance(value, str) else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,7 +15,11 @@ FAMILIES: tuple[Family, ...] = (LLAMA,)
 
 def family_of(config: Mapping[str, Any]) -> Family:
     """The family that runs a config.json. Raises ModelError, listing what is supported, when none does."""
-    named = config.get("architectures") or []
+    named = config.get("architectures")
+    named = [] if named is None else named
+    if not isinstance(named, list | tuple) or not all(isinstance(name, str) for name in named):
+        needed = "a list of names, such as ['LlamaForCausalLM'], is needed"
+        raise ModelError(f"config.json: architectures is {reprlib.repr(named)}, {needed}.")
     for family in FAMILIES:
         if any(name in family.architectures for name in named):
             return family

@@ -6,6 +6,8 @@ A family is a config, an `abstract` tree of parameters, a forward function, and 
 from __future__ import annotations
 
 import dataclasses
+import math
+import reprlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -19,6 +21,11 @@ from kvjax.models.positions import Rope, apply_rope, cos_sin, rope_from_hf, rope
 from kvjax.types import Family, KVSpec, Params, ParamSpec
 
 ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+
+_MOST = 2**31 - 1
+"""Of any size in config.json: positions and shapes are 32-bit numbers on the devices."""
+_MOST_LAYERS = 10_000
+_MOST_HEAD_DIM = 2**16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,16 +71,18 @@ class LlamaConfig:
 
 def config_from_hf(hf: Mapping[str, Any], context: int | None = None) -> LlamaConfig:
     """Reads config.json. Raises ModelError, naming the field, for what is missing or not implemented."""
-    architecture = hf["architectures"][0]
+    architecture = _architecture(hf)
     if hf.get("hidden_act", "silu") != "silu":
-        raise ModelError(f"hidden_act {hf['hidden_act']!r} is not implemented for {architecture}, only 'silu' is")
+        raise ModelError(
+            f"hidden_act {reprlib.repr(hf['hidden_act'])} is not implemented for {architecture}, only 'silu' is"
+        )
     width, heads = _count(hf, "hidden_size"), _count(hf, "num_attention_heads")
     kv_heads = _count(hf, "num_key_value_heads", heads)
-    head_dim = _count(hf, "head_dim", width // heads)
+    head_dim = _count(hf, "head_dim", width // heads, most=_MOST_HEAD_DIM)
     if heads % kv_heads:
         raise ModelError(f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}")
     trained = _count(hf, "max_position_embeddings")
-    attention_bias = bool(hf.get("attention_bias", False))
+    attention_bias = _flag(hf, "attention_bias")
     return LlamaConfig(
         vocab=_count(hf, "vocab_size"),
         width=width,
@@ -81,36 +90,87 @@ def config_from_hf(hf: Mapping[str, Any], context: int | None = None) -> LlamaCo
         heads=heads,
         kv_heads=kv_heads,
         head_dim=head_dim,
-        norm_eps=float(hf.get("rms_norm_eps", 1e-6)),
+        norm_eps=_positive(hf, "rms_norm_eps", 1e-6),
         rope=rope_from_hf(hf, head_dim),
-        windows=_windows(hf, _count(hf, "num_hidden_layers")),
-        tied=bool(hf.get("tie_word_embeddings", False)),
+        windows=_windows(hf, _count(hf, "num_hidden_layers", most=_MOST_LAYERS)),
+        tied=_flag(hf, "tie_word_embeddings"),
         qkv_bias=architecture == "Qwen2ForCausalLM" or attention_bias,
         out_bias=architecture != "Qwen2ForCausalLM" and attention_bias,
-        mlp_bias=bool(hf.get("mlp_bias", False)),
+        mlp_bias=_flag(hf, "mlp_bias"),
         qk_norm=architecture == "Qwen3ForCausalLM",
         context=context or trained,
         trained_context=trained,
     )
 
 
-def _count(hf: Mapping[str, Any], field: str, otherwise: int | None = None) -> int:
+def _architecture(hf: Mapping[str, Any]) -> str:
+    """The first of the named architectures that is of this family."""
+    return next(name for name in hf["architectures"] if name in ARCHITECTURES)
+
+
+def _count(
+    hf: Mapping[str, Any], field: str, otherwise: int | None = None, *, least: int = 1, most: int = _MOST
+) -> int:
+    """A whole number; null and an absent field are `otherwise`."""
     value = hf.get(field)
     value = otherwise if value is None else value
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ModelError(f"config.json: {field} is {value!r}, a positive whole number is needed")
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        kind = "positive whole number" if least == 1 else f"whole number of at least {least}"
+        raise _wrong(field, value, f"a {kind} is needed")
+    if value > most:
+        raise _wrong(field, value, f"at most {most} is possible")
     return value
 
 
+def _positive(hf: Mapping[str, Any], field: str, otherwise: float) -> float:
+    value = hf.get(field, otherwise)
+    try:
+        number = math.nan if isinstance(value, bool) or not isinstance(value, int | float) else float(value)
+    except OverflowError:  # a whole number of hundreds of digits
+        number = math.inf
+    if not 0 < number < math.inf:
+        raise _wrong(field, value, "a finite positive number is needed")
+    return number
+
+
+def _flag(hf: Mapping[str, Any], field: str, otherwise: bool = False) -> bool:
+    """True or false; null and an absent field are `otherwise`."""
+    value = hf.get(field)
+    value = otherwise if value is None else value
+    if not isinstance(value, bool):
+        raise _wrong(field, value, "true or false is needed")
+    return value
+
+
+def _wrong(field: str, value: Any, needed: str) -> ModelError:
+    return ModelError(f"config.json: {field} is {reprlib.repr(value)}, {needed}.")
+
+
 def _windows(hf: Mapping[str, Any], layers: int) -> tuple[int | None, ...]:
-    """Mistral: every layer slides. Qwen2 and Qwen3: only with use_sliding_window, from max_window_layers on."""
-    window = hf.get("sliding_window")
-    if not window or not hf.get("use_sliding_window", hf["architectures"][0] == "MistralForCausalLM"):
+    """Mistral: every layer slides. Qwen2 and Qwen3: only with use_sliding_window, from max_window_layers on.
+
+    A sliding_window of null or 0 is none. Where no layer slides, the size and the first layer are not read.
+    """
+    kinds = _layer_types(hf, layers)
+    slides = _flag(hf, "use_sliding_window", _architecture(hf) == "MistralForCausalLM")
+    window = _count(hf, "sliding_window", 0, least=0) if slides else 0
+    if not window:
         return (None,) * layers
-    if types := hf.get("layer_types"):
-        return tuple(window if kind == "sliding_attention" else None for kind in types)
-    first = hf.get("max_window_layers", 0) if "use_sliding_window" in hf else 0
+    if kinds is not None:
+        return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+    asked = hf.get("use_sliding_window") is not None
+    first = _count(hf, "max_window_layers", 0, least=0) if asked else 0
     return tuple(window if layer >= first else None for layer in range(layers))
+
+
+def _layer_types(hf: Mapping[str, Any], layers: int) -> list[str] | None:
+    kinds = hf.get("layer_types")
+    if kinds is None:
+        return None
+    known = ("full_attention", "sliding_attention")
+    if not isinstance(kinds, list | tuple) or len(kinds) != layers or any(kind not in known for kind in kinds):
+        raise _wrong("layer_types", kinds, f"a list of {layers} names out of {', '.join(known)} is needed")
+    return list(kinds)
 
 
 def abstract(config: LlamaConfig) -> Params:

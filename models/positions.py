@@ -15,6 +15,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import reprlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -26,6 +27,8 @@ from kvjax.errors import ModelError
 
 BASE = 256
 """Positions are written in this base; a table holds one angle per digit value."""
+_MOST = 2**31 - 1
+"""Positions are int32."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,7 +79,7 @@ class Rope:
         if self.dim <= 0 or self.dim % 2:
             raise ModelError(f"RoPE rotates pairs, but {self.dim} dims of a head are to be rotated.")
         if self.factor <= 0 or self.theta <= 0:
-            raise ModelError(f"RoPE needs factor > 0 and theta > 0, not {self.factor} and {self.theta}.")
+            raise ModelError(f"RoPE needs factor > 0 and rope_theta > 0, not {self.factor} and {self.theta}.")
         if self.kind in _NEED_LENGTH and self.original_length <= 0:
             raise ModelError(f"RoPE type {self.kind!r} needs original_max_position_embeddings.")
         for name in _LISTS.get(self.kind, ()):
@@ -207,17 +210,20 @@ def rope_from_hf(config: Mapping[str, Any], head_dim: int, layer_type: str | Non
       ModelError: an unknown RoPE type, or a missing or impossible field.
     """
     fields = _fields(config, layer_type)
-    kind = fields.get("rope_type") or fields.get("type") or "default"
+    kind = next((fields[key] for key in ("rope_type", "type") if fields.get(key) is not None), "default")
     kind = "longrope" if kind == "su" else kind  # early Phi-3 checkpoints
-    if kind not in _FREQUENCIES:
-        raise ModelError(f"RoPE type {kind!r} in config.json is not one of {', '.join(_FREQUENCIES)}.")
+    if not isinstance(kind, str) or kind not in _FREQUENCIES:
+        raise ModelError(f"RoPE type {reprlib.repr(kind)} in config.json is not one of {', '.join(_FREQUENCIES)}.")
     if fields.get("short_mscale") or fields.get("long_mscale"):
         raise ModelError("RoPE with short_mscale and long_mscale (Phi-3.5-MoE) is not implemented.")
     original = _original_length(config, fields)
-    return Rope(
+    partial = _number(fields, "partial_rotary_factor", _number(config, "partial_rotary_factor", 1.0))
+    if not 0 < partial <= 1:
+        raise ModelError(f"config.json: partial_rotary_factor is {partial}, a number above 0 and up to 1 is needed.")
+    rope = Rope(
         kind=kind,
-        theta=_number(fields, "rope_theta", config.get("rope_theta") or 10_000.0),
-        dim=int(head_dim * _number(fields, "partial_rotary_factor", config.get("partial_rotary_factor") or 1.0)),
+        theta=_number(fields, "rope_theta", _number(config, "rope_theta", 10_000.0)),
+        dim=int(head_dim * partial),
         factor=_factor(config, fields, kind, original),
         original_length=original,
         attention_factor=None if fields.get("attention_factor") is None else _number(fields, "attention_factor"),
@@ -225,14 +231,36 @@ def rope_from_hf(config: Mapping[str, Any], head_dim: int, layer_type: str | Non
         beta_slow=_number(fields, "beta_slow", 1.0),
         mscale=_number(fields, "mscale", 0.0) or None,
         mscale_all_dim=_number(fields, "mscale_all_dim", 0.0) or None,
-        truncate=bool(fields.get("truncate", True)),
+        truncate=_flag(fields, "truncate", True),
         low_freq_factor=_number(fields, "low_freq_factor", None if kind == "llama3" else 1.0),
         high_freq_factor=_number(fields, "high_freq_factor", None if kind == "llama3" else 4.0),
         **{name: _numbers(fields, name) for name in _LISTS.get(kind, ())},
     )
+    if not _is_finite(rope):
+        stated = ", ".join(f"{name} {reprlib.repr(value)}" for name, value in fields.items())
+        theta = "" if "rope_theta" in fields else f", rope_theta {rope.theta}"
+        reason = "give frequencies that are not finite: copy them from the original config.json"
+        raise ModelError(f"The RoPE parameters in config.json ({stated or kind}{theta}) {reason}.")
+    return rope
+
+
+def _is_finite(rope: Rope) -> bool:
+    """Whether all angles are numbers, whatever the length to serve: some fields divide, or are exponents."""
+    try:
+        with np.errstate(all="ignore"):
+            found = [inverse_frequencies(rope, length) for length in (rope.original_length, _MOST)]
+            return all(
+                np.isfinite(frequencies * 2.0**32).all() and math.isfinite(scale) for frequencies, scale in found
+            )
+    except (ArithmeticError, ValueError):
+        return False
 
 
 def _fields(config: Mapping[str, Any], layer_type: str | None) -> Mapping[str, Any]:
+    for name in ("rope_scaling", "rope_parameters"):
+        if not isinstance(config.get(name), Mapping | None):
+            reason = "an object such as {'rope_type': 'linear', 'factor': 2.0} is needed, or null"
+            raise ModelError(f"config.json: {name} is {reprlib.repr(config[name])}, {reason}.")
     fields = config.get("rope_scaling") or config.get("rope_parameters") or {}
     if not any(isinstance(value, Mapping) for value in fields.values()):
         return fields
@@ -245,23 +273,42 @@ def _fields(config: Mapping[str, Any], layer_type: str | None) -> Mapping[str, A
 def _number(fields: Mapping[str, Any], name: str, otherwise: float | None = None) -> float:
     value = fields.get(name)
     value = otherwise if value is None else value
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise ModelError(f"RoPE parameters in config.json need a number for {name}, not {value!r}.")
-    return float(value)
+    try:
+        number = math.nan if isinstance(value, bool) or not isinstance(value, int | float) else float(value)
+    except OverflowError:  # a whole number of hundreds of digits
+        number = math.inf
+    if not math.isfinite(number):
+        raise ModelError(f"RoPE parameters in config.json need a finite number for {name}, not {reprlib.repr(value)}.")
+    return number
+
+
+def _flag(fields: Mapping[str, Any], name: str, otherwise: bool) -> bool:
+    value = fields.get(name)
+    value = otherwise if value is None else value
+    if not isinstance(value, bool):
+        raise ModelError(f"RoPE parameters in config.json need true or false for {name}, not {reprlib.repr(value)}.")
+    return value
 
 
 def _numbers(fields: Mapping[str, Any], name: str) -> tuple[float, ...]:
     values = fields.get(name)
     if not isinstance(values, list | tuple):
-        raise ModelError(f"RoPE parameters in config.json need a list of numbers for {name}, not {values!r}.")
+        raise ModelError(
+            f"RoPE parameters in config.json need a list of numbers for {name}, not {reprlib.repr(values)}."
+        )
     return tuple(_number({name: value}, name) for value in values)
 
 
 def _original_length(config: Mapping[str, Any], fields: Mapping[str, Any]) -> int:
     """L0, or 0 where unknown. Phi-3 keeps it at the top; files that leave it out mean max_position_embeddings."""
     name = "original_max_position_embeddings"
-    stated = {name: config.get(name) or fields.get(name)}
-    return int(_number(stated, name, config.get("max_position_embeddings") or 0))
+    length = _number(config, name, 0.0) or _number(fields, name, 0.0)
+    if not length:
+        name = "max_position_embeddings"
+        length = _number(config, name, 0.0)
+    if not 0 <= length <= _MOST or length % 1:
+        raise ModelError(f"config.json: {name} is {length}, a whole number from 0 to {_MOST} is needed.")
+    return int(length)
 
 
 def _factor(config: Mapping[str, Any], fields: Mapping[str, Any], kind: str, original: int) -> float:

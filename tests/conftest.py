@@ -1,5 +1,6 @@
 """Strict numerics and eight simulated devices, for every test."""
 
+import gc
 import os
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -11,7 +12,16 @@ os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # libtpu only compiles here: n
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import jax
+import pytest
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_default_matmul_precision", "highest")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _release_programs():
+    """Frees what a file compiled: thousands of programs in one process exhaust its memory maps, and XLA crashes."""
+    yield
+    jax.clear_caches()
+    gc.collect()

@@ -4,7 +4,12 @@ import contextlib
 import dataclasses
 import fcntl
 import json
+import os
+import pathlib
 import random
+import re
+import shutil
+import sys
 
 import golden_models
 import pytest
@@ -12,6 +17,7 @@ import pytest
 import kvjax
 from kvjax import batch, batch_files
 from kvjax.errors import UserError
+from kvjax.stops import AutomatonBank
 
 DEFAULTS = {"max_new_tokens": 6}
 WORDS = ("bado", "fu", "gi le", "mi", "no so", "ra")
@@ -165,6 +171,25 @@ def test_a_cache_too_small_for_one_line_stops_that_line_only(llm, tmp_path):
     assert "kv_bytes" in records[1]["error"]["message"]
 
 
+def test_a_full_table_of_stop_strings_ends_the_window(llm, tmp_path, monkeypatch):
+    limit = 2 * 4 * 320  # bytes: the empty set and another of up to 4 states
+    monkeypatch.setattr(AutomatonBank.__init__, "__defaults__", (limit,))
+    windows = []
+    generate = llm.run
+
+    def spy(requests, **options):
+        windows.append([request.index for request in requests])
+        return generate(requests, **options)
+
+    monkeypatch.setattr(llm, "run", spy)
+    stops = ["ab", "x" * 10, "cd", "ab"]
+    summary, records = run_lines(llm, tmp_path, [{"prompt": "bado", "stop": stop} for stop in stops])
+    assert records[1]["error"]["message"].startswith("stop ['xxxxxxxxxx'] would grow the table")
+    assert (windows, summary.errors) == ([[0], [2], [3]], 1)
+    assert [record.get("completion_tokens") for record in records] == [6, None, 6, 6]
+    assert len({record["text"] for record in records if "text" in record}) == 1
+
+
 def test_defaults_give_way_to_lines_and_null_means_default(llm, tmp_path):
     lines = [{"prompt": "bado"}, {"prompt": "bado", "max_tokens": 2}, {"prompt": "bado", "max_new_tokens": None}]
     _, records = run_lines(llm, tmp_path, lines)
@@ -288,6 +313,18 @@ def test_random_cuts_of_file_and_journal(llm, job, tmp_path):
 
 
 @pytest.mark.parametrize(
+    "damage", [b'{"a": 1}\n', b'{"index": "x"}\n', b'{"index": true}\n', b"[" * 100000 + b"\n", b"\xff\n"]
+)
+def test_a_damaged_journal_is_read_up_to_the_damage(llm, job, tmp_path, damage):
+    records = (job / "out.jsonl").read_bytes().splitlines(keepends=True)
+    source, target = copy(job, tmp_path, ".job")
+    target.write_bytes(records[0])
+    (tmp_path / "out.jsonl.part").write_bytes(records[3] + damage + records[2])
+    assert batch.run(llm, source, target, defaults=DEFAULTS).resumed == 2
+    assert target.read_bytes() == b"".join(records)
+
+
+@pytest.mark.parametrize(
     ("change", "options", "part"),
     [
         ("", {"defaults": {"max_new_tokens": 7}}, "default max_new_tokens 6, not 7"),
@@ -296,6 +333,7 @@ def test_random_cuts_of_file_and_journal(llm, job, tmp_path):
         ("input", {}, "records of another input"),
         ("job", {}, "out.jsonl.job is not there"),
         ("record", {}, "Line 2 of"),
+        ("nested", {}, "Line 2 of"),
         ("custom_id", {}, "Line 1 of"),
         ("more", {}, "Line 9 of"),
     ],
@@ -309,6 +347,8 @@ def test_refuses_records_of_another_job(llm, job, tmp_path, change, options, par
         (tmp_path / "out.jsonl.job").unlink()
     elif change == "record":
         target.write_bytes(b"".join([records[0], b"{}\n", *records[2:]]))
+    elif change == "nested":
+        target.write_bytes(b"".join([records[0], b"[" * 100000 + b"\n", *records[2:]]))
     elif change == "custom_id":
         target.write_bytes(b"".join([records[0].replace("é-0".encode(), b"x"), *records[1:]]))
     elif change == "more":
@@ -342,12 +382,120 @@ def test_paths_that_cannot_work(llm, job, tmp_path):
     assert source.read_bytes() == (job / "in.jsonl").read_bytes()
 
 
+@pytest.mark.parametrize("suffix", ["", ".job", ".job.new", ".part"])
+@pytest.mark.parametrize("given", [str, lambda path: f"~/{path.name}"])
+def test_the_input_is_not_replaced(llm, job, tmp_path, monkeypatch, suffix, given):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    source = tmp_path / f"out.jsonl{suffix}"
+    source.write_bytes((job / "in.jsonl").read_bytes())
+    for ours, theirs in ((given(source), tmp_path / "out.jsonl"), (source, given(tmp_path / "out.jsonl"))):
+        for overwrite in (False, True):
+            with pytest.raises(UserError, match=r"is the input.*: write to another file\.$"):
+                batch.run(llm, ours, theirs, defaults=DEFAULTS, overwrite=overwrite)
+    with source.open() as stdin, pytest.raises(UserError, match="The standard input is the input"):
+        monkeypatch.setattr(sys, "stdin", stdin)
+        batch.run(llm, "-", tmp_path / "out.jsonl", defaults=DEFAULTS)
+    assert [path.name for path in tmp_path.iterdir()] == [source.name]
+    assert source.read_bytes() == (job / "in.jsonl").read_bytes()
+
+
+@pytest.mark.parametrize("text", ["my notes", '{"input": "a"}', ""])
+def test_an_unrelated_note_is_not_replaced(llm, job, tmp_path, text):
+    source, target = copy(job, tmp_path)
+    note = tmp_path / "out.jsonl.job"
+    note.write_text(text)
+    with pytest.raises(UserError, match=r"out\.jsonl\.job is not what a job writes there.*--overwrite"):
+        batch.run(llm, source, target, defaults=DEFAULTS)
+    assert note.read_text() == text
+    assert not target.exists()
+    batch.run(llm, source, target, defaults=DEFAULTS, overwrite=True)
+    assert target.read_bytes() == (job / "out.jsonl").read_bytes()
+
+
+def test_an_unrelated_journal_is_not_replaced(llm, job, tmp_path):
+    source, target = copy(job, tmp_path)
+    (tmp_path / "out.jsonl.part").write_text("mine")
+    with pytest.raises(UserError, match=r"out\.jsonl\.part exists, and out\.jsonl\.job is not there"):
+        batch.run(llm, source, target, defaults=DEFAULTS)
+    assert (tmp_path / "out.jsonl.part").read_text() == "mine"
+
+
+@pytest.mark.parametrize(
+    ("target", "part"),
+    [
+        ("", r"^\. is a folder: name a file in it\.$"),
+        (".", r"^\. is a folder"),
+        ("folder", "^folder is a folder"),
+        ("none/", "^none/ is a folder"),
+        ("gs://bucket/", "^gs://bucket/ is a folder"),
+        ("/dev/null", "^/dev/null is not a regular file.*- for the standard output"),
+        ("/dev/zero", "^/dev/zero is not a regular file"),
+        ("pipe", "^pipe is not a regular file"),
+        ("a", r"^a\.part is not a regular file"),
+        ("b\0b", r"^'b\\x00b' contains a NUL character"),
+        ("http://x/y", "^http://x/y is an address of a kind that is not known"),
+        ("gs://x/y", "^gs://x/y cannot be reached.*gcsfs"),
+    ],
+)
+def test_outputs_that_cannot_be_written(llm, job, tmp_path, monkeypatch, target, part):
+    copy(job, tmp_path)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, "gcsfs", None)  # not installed
+    (tmp_path / "folder").mkdir()
+    for name in ("pipe", "a.part"):
+        os.mkfifo(name)
+    for overwrite in (False, True):
+        with pytest.raises(UserError, match=part):
+            batch.run(llm, "in.jsonl", target, defaults=DEFAULTS, overwrite=overwrite)
+    assert sorted(os.listdir()) == ["a.part", "folder", "in.jsonl", "pipe"]
+
+
+def test_inputs_that_cannot_be_read(llm, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "gcsfs", None)
+    inputs = {"a\0b": "NUL character", "http://x/y": "not known", "gs://x/y": r"gs://x/y cannot be read \(.*gcsfs"}
+    for source, part in inputs.items():
+        with pytest.raises(UserError, match=part):
+            batch.run(llm, source, tmp_path / "out.jsonl")
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_input_that_cannot_be_read_twice(llm, job, tmp_path):
+    _, target = copy(job, tmp_path, ".job")
+    for resumed in (0, 8):
+        read, write = os.pipe()
+        os.write(write, (job / "in.jsonl").read_bytes())
+        os.close(write)
+        assert batch.run(llm, f"/dev/fd/{read}", target, defaults=DEFAULTS).resumed == resumed
+        os.close(read)
+    assert target.read_bytes() == (job / "out.jsonl").read_bytes()
+
+
 def test_impossible_defaults_are_refused_before_anything_is_written(llm, job, tmp_path):
     source, target = copy(job, tmp_path)
     for options in ({"defaults": {"top_p": 2}}, {"defaults": {"topp": 0.5}}, {"seed": -1}):
         with pytest.raises(UserError):
             batch.run(llm, source, target, **options)
     assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "part"),
+    [
+        ({"stop_token_ids": [99999]}, "stop_token_ids contains 99999: give token ids from 0 to 319"),
+        ({"logit_bias": {-1: 1}}, "logit_bias contains -1: give token ids from 0 to 319"),
+        ({"max_tokens": 256}, "max_new_tokens is 256, and the context of 256 tokens has to hold the prompts as well"),
+        ({"stop": ["x" * 10**5]}, "would grow the table"),
+    ],
+)
+def test_defaults_that_the_model_cannot_serve_are_refused_before_any_record(llm, job, tmp_path, wrong, part):
+    source, target = copy(job, tmp_path)
+    settings = batch.identity(llm)
+    for model, known in ((llm, None), (lambda: llm, settings)):
+        with pytest.raises(UserError, match=part):
+            batch.run(model, source, target, defaults=wrong, settings=known)
+    assert target.read_bytes() == b""
+    batch.run(lambda: llm, source, target, defaults=DEFAULTS, settings=settings)
+    assert target.read_bytes() == (job / "out.jsonl").read_bytes()
 
 
 def test_two_jobs_do_not_write_one_file(llm, job, tmp_path):
@@ -373,6 +521,16 @@ def test_a_bucket_is_written_at_the_end_and_resumed(llm, job, tmp_path, monkeypa
     assert summary.resumed > 3
     assert target.read_bytes() == (job / "out.jsonl").read_bytes()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in.jsonl", "out.jsonl", "out.jsonl.job"]
+
+
+def test_records_stay_when_the_bucket_does_not_take_them(llm, job, tmp_path, monkeypatch):
+    monkeypatch.setattr(batch_files, "_is_remote", lambda target: True)
+    source, _ = copy(job, tmp_path)
+    with pytest.raises(UserError, match=r"cannot be written \(No such file.*is kept in") as caught:
+        batch.run(llm, source, tmp_path / "none" / "out.jsonl", defaults=DEFAULTS)
+    kept = pathlib.Path(re.findall(r"kept in (\S+),", str(caught.value))[0])
+    assert (kept / "out.jsonl").read_bytes() == (job / "out.jsonl").read_bytes()
+    shutil.rmtree(kept)
 
 
 def test_progress_adds_up(llm, job, tmp_path):

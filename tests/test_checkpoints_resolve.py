@@ -98,6 +98,11 @@ def test_what_looks_like_a_path(what, hub):
     refused(what, "no such file")
 
 
+@pytest.mark.parametrize("what", [5, [], b"x", True, {}, ["org/name"], 1.5])
+def test_what_is_no_name(what):
+    refused(what, repr(what), "give a repo id, a path, or None")
+
+
 def test_what_is_no_checkpoint(tmp_path):
     (tmp_path / "m.pt").write_bytes(b"\x80")
     refused(tmp_path / "m.pt", "pickle", "safe_serialization")

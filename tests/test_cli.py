@@ -166,10 +166,68 @@ def test_loading_options_reach_the_loader(model, monkeypatch):
 def test_ctrl_c_ends_generate_with_130(model, cache):
     long = ("--context", 30000, "--max-new-tokens", 25000, "--ignore-eos")
     process = start(cache, "generate", "bado", "-m", model, "--raw", *long)
-    assert process.stdout.read(1)
+    assert process.stdout.read(1)  # text has appeared
     process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=300)
     assert (process.returncode, err, out[-1:]) == (130, b"", b"\n")
+
+
+def test_ctrl_c_while_a_piece_is_written_still_ends_the_line(model, monkeypatch, capsys):
+    def write(text):
+        captured.append(text)
+        if len(captured) == 1:
+            raise KeyboardInterrupt
+
+    captured: list[str] = []
+    monkeypatch.setattr(sys.stdout, "write", write)
+    assert main(["generate", "bado", "-m", str(model), *RAW]) == 130
+    assert captured[0]
+    assert captured[1:] == ["\n"]
+
+
+def test_ctrl_c_before_the_command_runs_ends_with_130(monkeypatch, capsys):
+    class Interrupted:
+        def find_spec(self, name, *_):
+            if name == "kvjax.cli.app":
+                raise KeyboardInterrupt
+
+    monkeypatch.delitem(sys.modules, "kvjax.cli.app")
+    monkeypatch.setattr(sys, "meta_path", [Interrupted(), *sys.meta_path])
+    assert main(["--version"]) == 130
+    assert capsys.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("sign", ["SIGINT", "SIGTERM"])
+def test_a_signal_is_not_lost_in_a_callback(tmp_path, sign):
+    """Python drops exceptions of such callbacks, and JAX has one in the garbage collector."""
+    (tmp_path / "in.jsonl").touch()
+    code = f"""
+import gc, signal, sys, time
+import kvjax.batch
+from kvjax.cli import main
+def callback(*_):
+    gc.callbacks.remove(callback)
+    signal.raise_signal(signal.{sign})
+def run(*_, **__):
+    gc.callbacks.append(callback)
+    gc.collect()
+    time.sleep(60)
+from kvjax.cli import batch
+batch._settings = lambda loading: None
+kvjax.batch.run = run
+sys.exit(main(["batch", "in", "out"]))
+"""
+    env = {**os.environ, "PYTHONPATH": str(Path(kvjax.__file__).parents[1])}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, timeout=50, check=False)
+    assert done.returncode == {"SIGINT": 130, "SIGTERM": 143}[sign]
+    assert done.stderr.startswith(b"Stopped: what is finished is in out;")
+
+
+def test_ctrl_c_within_imports_ends_the_process_with_130():
+    code = "import signal, kvjax.cli.interrupts as i\nwith i.exit_at_once():\n signal.raise_signal(signal.SIGINT)\n"
+    env = {**os.environ, "PYTHONPATH": str(Path(kvjax.__file__).parents[1])}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, check=False)
+    assert (done.returncode, done.stderr) == (130, b"")
 
 
 # chat
@@ -554,7 +612,8 @@ def test_bad_models_get_one_line(what, tmp_path, capsys):
         (["--max-new-tokens", "1000"], "exceed the context of 256"),
         (["--max-new-tokens", "1", "--min-new-tokens", "2"], "min_new_tokens is 2"),
         (["--stop", ""], "empty string"),
-        (["--stop-token-id", "5000"], "stop_token_ids contains 5000"),
+        (["--stop-token-id", "5000"], "stop_token_ids contains 5000: give token ids from 0 to 319"),
+        (["--logit-bias=-1=1"], "logit_bias contains -1: give token ids from 0 to 319"),
         (["--logit-bias", "x"], "TOKEN=NUMBER"),
         (["--seed", "-1"], "--seed"),
         (["--context", "1"], "context is 1"),
@@ -576,12 +635,23 @@ def test_impossible_options_get_one_line(words, part, model, capsys):
         (["generate", "\udcff", "--raw"], "Unicode"),
         (["batch", "none.jsonl", "out.jsonl"], "no such file"),
         (["batch", "none.jsonl", "out.jsonl", "--samples", "0"], "n is 0"),
+        (
+            ["batch", "in.jsonl", "out.jsonl", "--logit-bias=-1=1"],
+            "logit_bias contains -1: give token ids from 0 to 319",
+        ),
+        (
+            ["batch", "in.jsonl", "out.jsonl", "--max-new-tokens", "256"],
+            "context of 256 tokens has to hold the prompts",
+        ),
+        (["batch", "in.jsonl", "."], ". is a folder"),
+        (["chat", "--stop-token-id", "320"], "stop_token_ids contains 320: give token ids from 0 to 319"),
         (["convert"], "SRC"),
     ],
 )
 def test_bad_commands_get_one_line(words, part, model, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    words = [*words, "-m", str(model)] if words[0] in ("generate", "batch") and len(words) > 1 else words
+    (tmp_path / "in.jsonl").write_text('{"prompt": "a"}\n')
+    words = [*words, "-m", str(model)] if words[0] in ("generate", "batch", "chat") and len(words) > 1 else words
     assert_one_line(main(words), capsys.readouterr(), part)
 
 

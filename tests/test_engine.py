@@ -123,6 +123,12 @@ def test_ends_at_stop_tokens_limits_and_minimum():
     assert second is None or len(longer.tokens) <= 30
 
 
+def test_a_minimum_length_holds_even_when_every_token_is_a_stop_token():
+    params = SamplingParams(max_new_tokens=5, min_new_tokens=3, stop_token_ids=tuple(range(320)))
+    (out,) = outputs(tiny(MODEL), requests([[5, 6]], params))
+    assert len(out.tokens) == 4 and out.finish_reason == "stop"
+
+
 def test_stop_strings_straddle_tokens_and_respect_the_minimum():
     """Every token is one byte here, so a stop string of three characters always spans three tokens."""
     golden = goldens(MODEL)
@@ -161,7 +167,7 @@ def test_refuses_what_can_never_be_served():
     model = tiny(MODEL)
     with pytest.raises(RequestError, match="exceed the context of 256 tokens"):
         list(job.run(model, requests([[5] * 250], SamplingParams(max_new_tokens=10)), Options()))
-    with pytest.raises(RequestError, match="needs 4 pages of K and V, and kv_bytes allows 1"):
+    with pytest.raises(RequestError, match="needs 4 pages of K and V, and kv_bytes allows 0"):
         list(job.run(model, requests([[5] * 30], SamplingParams(max_new_tokens=1)), Options(rows=8, kv_bytes=1)))
     with pytest.raises(RequestError, match="prompt is empty"):
         list(job.run(model, requests([[]], GREEDY), Options()))

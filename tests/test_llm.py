@@ -62,6 +62,23 @@ def test_stop_strings_are_cut_from_the_text(llm):
     assert cut.text == text[: text.find(stop)] and cut.finish_reason == "stop"
 
 
+def test_stop_strings_match_before_a_leading_space_is_stripped(llm, monkeypatch):
+    """As SentencePiece tokenizers strip it: the device matches the bytes of the tokens."""
+    monkeypatch.setattr(llm.tokenizer, "strips_space", True)
+    space = llm.tokenizer.encode(" ")[0]
+    fields = {"max_new_tokens": 6, "ignore_eos": True, "logit_bias": {space: 1000.0}}
+    assert llm.generate("a", **fields).text == " " * 5
+    for stop, text in (("  ", ""), ("    ", "")):
+        cut = llm.generate("a", stop=stop, **fields)
+        assert (cut.text, cut.finish_reason, len(cut.tokens)) == (text, "stop", len(stop))
+        assert "".join(llm.stream("a", stop=stop, **fields)) == text
+
+
+def test_numpy_numbers_are_parameters(llm):
+    fields = {"max_new_tokens": np.int64(3), "temperature": np.float32(0.5), "seed": np.uint32(1), "ignore_eos": True}
+    assert len(llm.generate(np.asarray([5, 6]), **fields).tokens) == 3
+
+
 def test_samples_logprobs_and_a_seed(llm):
     prompt = goldens(NAME)["prompt_1"]
     completion = llm.generate(prompt, max_new_tokens=6, temperature=3.0, n=3, seed=5, logprobs=2)
@@ -122,6 +139,18 @@ def test_bfloat16_parameters_and_pages(folder):
         ([5], {"stop": ""}, "empty string"),
         ([5], {"n": 10**9}, "n is 1000000000"),
         ([5], {"temperature": 10**400}, "temperature is 1"),
+        ([5], {"temperature": 1e39}, "temperature is 1e[+]39"),
+        ([5], {"stop": "\ufffd"}, "U[+]FFFD"),
+        ([5], {"seed": -1}, "seed is -1: give a whole number from 0"),
+        ([5], {"seed": "a"}, "seed is 'a'"),
+        (b"abc", {}, "Prompts of type bytes cannot be read"),
+        (5, {}, "Prompts of type int cannot be read"),
+        (None, {}, "Prompts of type NoneType cannot be read"),
+        ({"role": "user", "content": "x"}, {}, "Prompts of type dict cannot be read"),
+        (np.int32(5), {}, "Prompts of type int32 cannot be read"),
+        ({5, 6}, {}, "Prompts of type set cannot be read"),
+        ([[True, False]], {}, "A prompt of type list cannot be read"),
+        ([b"abc"], {}, "A prompt of type bytes cannot be read"),
     ],
 )
 def test_refuses_requests(llm, prompt, fields, message):
@@ -135,6 +164,8 @@ def test_refuses_requests(llm, prompt, fields, message):
 def test_refuses_mismatched_parameters(llm):
     with pytest.raises(RequestError, match="2 prompts and 1 sampling parameters"):
         llm.generate([[5], [6]], [kvjax.SamplingParams()])
+    with pytest.raises(RequestError, match="give a SamplingParams, or a list of one for each prompt"):
+        llm.generate([[5], [6]], [{"n": 1}, None])
     with pytest.raises(RequestError, match="given twice"):
         llm.generate([5], kvjax.SamplingParams(), top_k=3)
     with pytest.raises(RequestError, match="n is 2, and a stream has one sample"):
@@ -151,6 +182,10 @@ def test_refuses_mismatched_parameters(llm):
         ({"slotz": 3}, "load does not take slotz"),
         ({"slots": 0}, "slots is 0"),
         ({"rows": "many"}, "rows is 'many'"),
+        ({"backend": "cuda"}, "backend is 'cuda': give one of reference, xla"),
+        ({"layout": "flat"}, "layout is 'flat': give one of None, head_major, token_major"),
+        ({"segment_seconds": -1}, "segment_seconds is -1"),
+        ({"mesh": 5}, "mesh is 5: give a jax.sharding.Mesh"),
     ],
 )
 def test_load_refuses_options(folder, options, message):

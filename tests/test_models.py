@@ -1,5 +1,8 @@
 """Families against Hugging Face transformers, on the same weights in float32: logits, then greedy tokens."""
 
+import math
+from typing import Any
+
 import golden_models
 import jax
 import jax.numpy as jnp
@@ -9,6 +12,7 @@ from engines import goldens, tiny, tokens
 
 from kvjax import cache, engine
 from kvjax.cache import CacheConfig, Placement
+from kvjax.checkpoints.fill import aligned_empty
 from kvjax.errors import ModelError
 from kvjax.models import family_of
 from kvjax.models.llama import config_from_hf
@@ -123,6 +127,19 @@ def test_config_reads_windows():
     qwen = {"architectures": ["Qwen2ForCausalLM"], "sliding_window": 8, "max_window_layers": 2}
     assert config_from_hf(hf(**qwen, use_sliding_window=False)).windows == (None,) * 3
     assert config_from_hf(hf(**qwen, use_sliding_window=True)).windows == (None, None, 8)
+    assert config_from_hf(hf(**(SLIDING | {"max_window_layers": 0}))).windows == (8, 8, 8)
+    kinds = ["sliding_attention", "full_attention", "sliding_attention"]
+    assert config_from_hf(hf(**SLIDING, layer_types=kinds)).windows == (8, None, 8)
+    assert config_from_hf(hf(**MISTRAL, sliding_window=0)).windows == (None,) * 3
+
+
+MISTRAL = {"architectures": ["MistralForCausalLM"]}
+SLIDING = {"architectures": ["Qwen2ForCausalLM"], "sliding_window": 8, "use_sliding_window": True}
+SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "max_position_embeddings")
+FLAGS = ("tie_word_embeddings", "attention_bias", "mlp_bias", "use_sliding_window")
+NO_COUNTS = (-1, 3.5, "8", True, [8], 1e300)
+NO_TYPES: tuple[Any, ...] = (5, "full_attention", ["zzz"] * 3, ["full_attention"] * 2, [["full_attention"]] * 3, [])
+NO_EPS: tuple[Any, ...] = (None, [], {}, "3", math.nan, math.inf, -1, 0, True, 10**400)
 
 
 @pytest.mark.parametrize(
@@ -135,8 +152,39 @@ def test_config_reads_windows():
         ({"hidden_size": None}, "hidden_size is None, a positive whole number is needed"),
         ({"num_hidden_layers": "3"}, "num_hidden_layers is '3', a positive whole number"),
         ({"rope_scaling": {"rope_type": "spiral", "factor": 2.0}}, "spiral"),
+        *[({"architectures": bad}, "architectures is .*a list of names") for bad in (5, True, "LlamaForCausalLM")],
+        ({"architectures": ["LlamaForCausalLM", 5]}, "architectures is .*, 5.*a list of names"),
+        *[({field: 10**30}, f"{field} is 10+, at most 2147483647 is possible") for field in SIZES],
+        ({"num_hidden_layers": 2**31 - 1}, "num_hidden_layers is 2147483647, at most 10000"),
+        ({"head_dim": 2**20}, "head_dim is 1048576, at most 65536"),
+        ({"num_attention_heads": 200, "head_dim": None}, "head_dim is 0, a positive whole number"),
+        *[(MISTRAL | {"sliding_window": bad}, "sliding_window is .*a whole number of at least 0") for bad in NO_COUNTS],
+        *[(SLIDING | {"max_window_layers": bad}, "max_window_layers is .*a whole number") for bad in ("1", -1, 1.0)],
+        (MISTRAL | {"sliding_window": 10**30}, "sliding_window is 10+, at most"),
+        *[(SLIDING | {"layer_types": bad}, "layer_types is .*a list of 3 names out of full") for bad in NO_TYPES],
+        ({"layer_types": ["linear_attention"] * 3}, "layer_types is .*a list of 3 names"),
+        *[({"rms_norm_eps": bad}, "rms_norm_eps is .*a finite positive number is needed") for bad in NO_EPS],
+        *[({field: bad}, f"{field} is .*true or false is needed") for field in FLAGS for bad in ("false", 1, [8])],
+        ({"rope_theta": math.inf}, "finite number for rope_theta, not inf"),
+        ({"rope_scaling": True}, "rope_scaling is True, an object"),
     ],
 )
 def test_config_refuses(changes, message):
-    with pytest.raises(ModelError, match=message):
+    with pytest.raises(ModelError, match=message) as refusal:
         family_of(hf(**changes)).config(hf(**changes), None)
+    assert "\n" not in str(refusal.value) and len(str(refusal.value)) < 300
+
+
+def test_null_is_the_default_of_a_flag():
+    assert config_from_hf(hf(**dict.fromkeys(FLAGS))) == config_from_hf(hf(**dict.fromkeys(FLAGS, False)))
+
+
+def test_the_first_known_architecture_counts():
+    names = ["Another", "Qwen3ForCausalLM"]
+    assert family_of(hf(architectures=names)).config(hf(architectures=names), None).qk_norm
+
+
+@pytest.mark.parametrize("shape", [(2**50,), (2**31 - 1, 2**31 - 1), (2**40, 2**40)])
+def test_sizes_beyond_the_memory_are_refused(shape):
+    with pytest.raises(ModelError, match=r"shape \(.* does not fit .*check the sizes in config.json"):
+        aligned_empty(shape, np.dtype(np.float32))

@@ -25,6 +25,9 @@ LLAMA_31 = {
 }
 
 
+YARN = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 4096}
+
+
 def case_rope(name: str) -> tuple[Rope, int]:
     case = CASES[name]
     return rope_from_hf(case["config"], case["head_dim"]), case["length"]
@@ -143,6 +146,21 @@ def test_original_length_falls_back_to_max_position_embeddings() -> None:
         ({"rope_type": "factors", "divisors": [1.0, 2.0]}, "divisors"),
         ({"type": "longrope", "long_mscale": 1.2}, "long_mscale"),
         ({"full_attention": {"rope_theta": 1e4}}, "None"),
+        *[(bad, "rope_scaling is") for bad in ("linear", 2.0, True, [1], [], False)],
+        ({"rope_type": ["a"]}, "['a']"),
+        ({"rope_type": 1}, "RoPE type 1 "),
+        *[({"type": "linear", "factor": bad}, "factor") for bad in (math.inf, math.nan, True, 10**400)],
+        *[({"rope_theta": bad}, "rope_theta") for bad in (math.inf, math.nan, "1e4", 0)],
+        *[({"partial_rotary_factor": bad}, "partial_rotary_factor") for bad in (math.inf, math.nan, 1e300, 2, -1, 0)],
+        *[
+            (YARN | {"original_max_position_embeddings": bad}, "original_max")
+            for bad in (math.inf, math.nan, 1e300, 0.5)
+        ],
+        (YARN | {"truncate": "no"}, "truncate"),
+        (YARN | {"beta_slow": 0}, "beta_slow 0"),
+        (YARN | {"rope_theta": 1}, "rope_theta 1"),
+        ({"type": "ntk", "factor": 1e300}, "factor 1e+300"),
+        ({"rope_type": "factors", "divisors": [0] * 32}, "divisors [0"),
     ],
 )
 def test_refusals_are_one_sentence_that_names_the_field(scaling: dict, names: str) -> None:
@@ -151,6 +169,15 @@ def test_refusals_are_one_sentence_that_names_the_field(scaling: dict, names: st
     text = str(refusal.value)
     assert names in text
     assert text.endswith(".") and "\n" not in text
+
+
+@pytest.mark.parametrize("name", ["rope_theta", "partial_rotary_factor", "original_max_position_embeddings"])
+@pytest.mark.parametrize("bad", [math.inf, math.nan, True, "1", [1]])
+def test_fields_beside_the_scaling_are_refused_too(name: str, bad: object) -> None:
+    with pytest.raises(ModelError, match=f"finite number for {name}"):
+        rope_from_hf({name: bad}, 64)
+    with pytest.raises(ModelError, match="rope_parameters is"):
+        rope_from_hf({"rope_parameters": bad}, 64)
 
 
 def test_odd_rotary_dim_is_refused() -> None:

@@ -86,7 +86,7 @@ def test_penalizes(field):
         ({"logprobs": True}, "logprobs is True: give a whole number at least 0 and at most 20."),
         ({"logprobs": 21}, "logprobs is 21: give a whole number at least 0 and at most 20."),
         ({"seed": -1}, "seed is -1: give a whole number at least 0 and at most 4294967295."),
-        ({"n": 0}, "n is 0: give a whole number at least 1 and at most 2147483647."),
+        ({"n": 0}, "n is 0: give a whole number at least 1 and at most 4096."),
     ],
     ids=str,
 )

@@ -241,6 +241,37 @@ def test_folders(tmp_path, spm):
     assert Tokenizer.from_source(NoTensors(where, {"bos_token_id": 1})).bos_id == 1
 
 
+@pytest.mark.parametrize("bad", [10**30, 2**31, 2**31 - 1, 10**6, -1, True, 2.0, "2", [10**30, [2]], {}])
+def test_ids_that_are_no_tokens_are_left_out(spm, bad):
+    fields = {"eos_token_id": bad, "bos_token_id": bad}
+    tokenizer = Tokenizer(spm._backend, config=fields, generation_config={"eos_token_id": [10**30, 7]})
+    assert tokenizer.eos_ids == (7,) and tokenizer.bos_id is None
+
+
+def test_an_id_above_the_number_of_tokens():
+    """Ids may have gaps: what counts is whether there is a token."""
+    backend = tokenizers.Tokenizer(models.BPE({"a": 0, "b": 9}, []))
+    backend.decoder = decoders.ByteFallback()
+    assert Tokenizer(backend, config={"eos_token_id": [2, 9]}).eos_ids == (9,)
+
+
+def test_chat_templates_that_cannot_be_read(tmp_path, spm):
+    import etils.epath
+
+    def refused(words, **fields):
+        with pytest.raises(ModelError, match=words) as error:
+            Tokenizer.from_source(NoTensors(write_folder(etils.epath.Path(tmp_path), spm._backend, **fields)))
+        assert "\n" not in str(error.value)
+
+    for name in ([1], 5, None, {"a": 1}):
+        refused('chat_template has one named .*"default"', chat_template=[{"name": name, "template": "t"}])
+    (tmp_path / "chat_template.jinja").write_bytes(b"\xff\xfe")
+    refused("chat_template.jinja cannot be read .*utf-8.*: download or copy it again")
+    (tmp_path / "chat_template.jinja").unlink()
+    (tmp_path / "chat_template.jinja").mkdir()
+    refused("chat_template.jinja cannot be read .*: download or copy it again")
+
+
 def test_a_metaspace_tokenizer():
     vocabulary = {"<unk>": 0, "▁a": 1, "▁": 2, "a": 3, "▁▁": 4}
     backend = tokenizers.Tokenizer(models.BPE(vocabulary, [("▁", "a"), ("▁", "▁")], unk_token="<unk>"))

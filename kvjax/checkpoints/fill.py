@@ -15,9 +15,13 @@ _ALIGNMENT = 64  # bytes at which a CPU device of jax adopts an array's memory i
 
 
 def aligned_empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """An array of unset values that a CPU device adopts without a copy."""
+    """An array of unset values that a CPU device adopts without a copy. Raises ModelError if memory is too small."""
     size = math.prod(shape) * dtype.itemsize
-    buffer = np.empty(size + _ALIGNMENT, np.uint8)
+    try:
+        buffer = np.empty(size + _ALIGNMENT, np.uint8)
+    except (MemoryError, ValueError, OverflowError) as error:  # the latter two beyond what an address can tell
+        reason = "check the sizes in config.json, or take a machine with more memory"
+        raise ModelError(f"A parameter of shape {shape} does not fit into the host's memory: {reason}.") from error
     start = -buffer.ctypes.data % _ALIGNMENT
     return buffer[start : start + size].view(dtype).reshape(shape)
 

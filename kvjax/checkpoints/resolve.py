@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import reprlib
 from collections.abc import Sequence
 
 from etils import epath
@@ -34,10 +36,13 @@ def open_checkpoint(what: str | epath.PathLike | None, families: Sequence[Family
     Raises:
       ModelError: nothing readable is there; the text says what to do.
     """
+    if not isinstance(what, str | os.PathLike | None):
+        choice = "give a repo id, a path, or None for the default model"
+        raise ModelError(f"{reprlib.repr(what)} names no checkpoint: {choice}.")
     if what is None or what in DEFAULT_NAMES:
         return open_gguf(default_model.path(), families)
-    path = epath.Path(what).expanduser()
     try:
+        path = epath.Path(what).expanduser()
         exists = path.exists()
     except Exception as error:  # a bucket's client raises errors of its own
         raise ModelError(f"{what} cannot be reached ({one_line(error)}).") from error

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from kvjax.cli.interrupts import INTERRUPTED, exit_at_once, not_lost
+
 
 def main(args: Sequence[str] | None = None) -> int:
     """Runs a command line, the process's own by default, and returns its exit code."""
-    from kvjax.cli.app import app
-
     try:
-        app(args=args, prog_name="kvjax")
+        with exit_at_once():
+            from kvjax.cli.app import app
+        with not_lost():
+            app(args=args, prog_name="kvjax")
+    except KeyboardInterrupt:
+        return INTERRUPTED
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else int(end.code is not None)
     return 0

@@ -15,10 +15,10 @@ from kvjax.cli.chat import chat
 from kvjax.cli.convert import convert
 from kvjax.cli.generate import generate
 from kvjax.cli.info import info
+from kvjax.cli.interrupts import INTERRUPTED
 from kvjax.errors import UserError
 
 BAD_INPUT = 2
-_INTERRUPTED = 130
 
 # click's, or that of the copy of click within newer typers, which has no public name.
 _ClickException: Any = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException")
@@ -45,7 +45,7 @@ class _Group(TyperGroup):
             _say(error.format_message())
             code = BAD_INPUT
         except typer.Abort:
-            code = _INTERRUPTED
+            code = INTERRUPTED
         if standalone:
             sys.exit(code)
         return code

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
+from kvjax.cli.interrupts import INTERRUPTED
 from kvjax.cli.options import ALL, Loading, Seed, takes
 
 if TYPE_CHECKING:
@@ -20,8 +21,10 @@ _SECONDS = 10.0
 """Between two lines of progress where nobody looks at a bar."""
 
 
-class _Terminated(BaseException):
+class _Terminated(KeyboardInterrupt):
     """SIGTERM came: a cluster's way to say that the machine is taken away."""
+
+    number = signal.SIGTERM
 
 
 @takes(*ALL)
@@ -51,9 +54,9 @@ def batch(
                 settings=_settings(loading),
                 on_progress=shown.show,
             )
-    except (KeyboardInterrupt, _Terminated) as stop:
+    except KeyboardInterrupt as stop:
         print(_stopped(target), file=sys.stderr)
-        raise typer.Exit(143 if isinstance(stop, _Terminated) else 130) from None
+        raise typer.Exit(143 if isinstance(stop, _Terminated) else INTERRUPTED) from None
     print(_said(summary, target), file=sys.stderr)
 
 

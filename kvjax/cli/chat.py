@@ -10,6 +10,7 @@ import typer
 from kvjax.cli.options import ONE_SAMPLE, Loading, Seed, takes
 from kvjax.cli.runtime import fitted, note, speak, status
 from kvjax.errors import RequestError
+from kvjax.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from kvjax.llm import LLM
@@ -35,6 +36,7 @@ def chat(
         llm = loading.load()
     if llm.tokenizer.chat_template is None:
         raise RequestError("This model has no chat template: use kvjax generate.")
+    SamplingParams.from_dict(sampling).validate(llm.model.config.vocab)  # once, not at every message
     conversation = _Conversation(llm, system, seed, sampling)
     note("/help lists the commands; Ctrl-D ends.")
     interrupts = 0

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from kvjax.cli.interrupts import import_engine
+
 if TYPE_CHECKING:
     from kvjax.checkpoints.source import TensorSource
 
@@ -18,6 +20,7 @@ def convert(
     target: Annotated[str, typer.Argument(metavar="DST", help="Folder to make, or gs://… address")],
 ) -> None:
     """Write a checkpoint in Orbax's format, which loads fastest and can lie in a bucket."""
+    import_engine()
     from kvjax.checkpoints.orbax import save
     from kvjax.checkpoints.resolve import open_checkpoint
     from kvjax.models import FAMILIES, family_of

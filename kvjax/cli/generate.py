@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from kvjax.cli.interrupts import INTERRUPTED
 from kvjax.cli.options import ONE_SAMPLE, Loading, Seed, takes
 from kvjax.cli.runtime import fitted, speak, status
 from kvjax.errors import RequestError
@@ -41,7 +42,7 @@ def generate(
             written += piece
     except KeyboardInterrupt:
         sys.stdout.write("\n" if written else "")
-        raise typer.Exit(130) from None
+        raise typer.Exit(INTERRUPTED) from None
 
 
 def _prompt(llm: LLM, text: str, chat: bool | None, system: str | None) -> str | list[dict[str, str]]:

@@ -10,6 +10,8 @@ from typing import Annotated, Any
 
 import typer
 
+from kvjax.cli.interrupts import import_engine
+
 _STORAGES = ("float32", "bfloat16")
 _CONTEXTS = 1024
 
@@ -20,6 +22,7 @@ def info(
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object")] = False,
 ) -> None:
     """Show a model's configuration and the bytes of its KV cache."""
+    import_engine()
     facts = describe(model, context)
     print(json.dumps(facts, indent=1, ensure_ascii=False) if as_json else _table(facts))
 

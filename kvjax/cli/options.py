@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from kvjax.cli.interrupts import import_engine
 from kvjax.errors import RequestError
 from kvjax.sampling_params import SamplingParams
 
@@ -83,7 +84,9 @@ def takes(*sampling: str) -> Callable[[Callable[..., None]], Callable[..., None]
             loading = Loading(**{name: given.pop(name) for name in _LOADING})
             values = {name: given.pop(name) for name in sampling}
             chosen = {name: value for name, value in values.items() if value is not None and value != []}
-            function(**given, loading=loading, sampling=_parsed(chosen))
+            parsed = _parsed(chosen)
+            import_engine()
+            function(**given, loading=loading, sampling=parsed)
 
         # Typer reads the options from these two, and leaves the order to the signature.
         command.__signature__ = inspect.Signature([*own, *added])  # type: ignore[attr-defined]
@@ -97,7 +100,8 @@ def _parsed(values: dict[str, Any]) -> dict[str, Any]:
     """Checks what can be checked before a model is loaded."""
     if "logit_bias" in values:
         values["logit_bias"] = dict(_bias(text) for text in values["logit_bias"])
-    SamplingParams.from_dict(values).validate(ANY_VOCABULARY)
+    params = SamplingParams.from_dict(values)
+    dataclasses.replace(params, logit_bias=None, stop_token_ids=()).validate(ANY_VOCABULARY)  # ids: by the model's own
     return values
 
 

@@ -75,9 +75,9 @@ def speak(llm: LLM, prompt: Sequence[int], params: SamplingParams, seed: int, en
     with status("compiling"):
         first = next(pieces, "")
     for piece in itertools.chain([first], pieces):
+        yield piece  # before it is written: a Ctrl-C in between must not find a caller who does not know of it
         sys.stdout.write(piece)
         sys.stdout.flush()
-        yield piece
     sys.stdout.write(end)
     sys.stdout.flush()
     _note_speed(len(prompt), seen)
