@@ -9,6 +9,7 @@ os.environ["XLA_FLAGS"] = " ".join(
     (os.environ.get("XLA_FLAGS", ""), "--xla_force_host_platform_device_count=8", "--xla_backend_optimization_level=1")
 )
 os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # libtpu only compiles here: no metadata server to wait for
+os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # nor for another test run that compiles with it
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import jax
