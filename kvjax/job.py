@@ -234,10 +234,9 @@ def run(
     while waiting or any(slots):
         entering = _enter(config, waiting, slots, look.free_pages)
         if entering:
-            rows = [slot for slot, _ in entering]
-            new = _admission(model, config, entering, automata, seed, widths)
-            state = engine.admit(state, new)
-            slots = [dict(entering).get(i, entry) if i in rows else entry for i, entry in enumerate(slots)]
+            state = engine.admit(state, _admission(model, config, entering, automata, seed, widths))
+            for slot, entry in entering:
+                slots[slot] = entry
         # With work waiting, come back once an eighth of the slots is free: a refill costs a mixed step.
         leave = config.slots - max(1, config.slots // 8) if waiting else 0
         busy = sum(entry is not None for entry in slots)
@@ -248,21 +247,21 @@ def run(
             look = _look(config, state)
         steps = clock.next_steps(look.step)
         finished, running = [], []
-        for slot, entry in enumerate(slots):
-            if entry is None:
+        for slot, held in enumerate(slots):
+            if held is None:
                 continue
             status = int(look.status[slot])
             if status == RUNNING and not follow:
                 continue
-            output = _output(look, slot, entry, status)
+            output = _output(look, slot, held, status)
             if status == RUNNING:
                 running.append(output)
                 continue
             slots[slot] = None
             if status == PREEMPTED:
                 preempted += 1
-                tokens = entry.request.prompt + output.tokens
-                again = _Entry(entry.order, entry.request, tokens, int(look.stop_state[slot]), output.logprobs or ())
+                tokens = held.request.prompt + output.tokens
+                again = _Entry(held.order, held.request, tokens, int(look.stop_state[slot]), output.logprobs or ())
                 waiting = collections.deque(sorted([*waiting, again], key=lambda e: e.order))
             else:
                 finished.append(output)

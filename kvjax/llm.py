@@ -374,8 +374,3 @@ def _seed(seed: Any) -> int:
         return seed.__index__()
     except AttributeError:
         raise RequestError(f"seed is {seed!r}: give a whole number from 0 to {2**32 - 1}.") from None
-
-
-def parameter_count(params: Any) -> int:
-    """Number of parameters in a tree."""
-    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(params))
