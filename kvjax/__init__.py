@@ -7,25 +7,35 @@ print(llm.generate("The capital of France is", max_new_tokens=8).text)
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 from kvjax.errors import ModelError, RequestError, UserError
 from kvjax.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
+    from kvjax.async_llm import AsyncLLM
     from kvjax.llm import LLM, Completion, Sample, load
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "Completion", "ModelError", "RequestError", "Sample", "SamplingParams", "UserError", "load"]
+__all__ = [
+    "LLM",
+    "AsyncLLM",
+    "Completion",
+    "ModelError",
+    "RequestError",
+    "Sample",
+    "SamplingParams",
+    "UserError",
+    "load",
+]
 
-_FACADE = ("LLM", "Completion", "Sample", "load")
+_FACADE = {"AsyncLLM": "async_llm", "LLM": "llm", "Completion": "llm", "Sample": "llm", "load": "llm"}
 
 
 def __getattr__(name: str) -> Any:
     # The façade imports the families, which import the engine: importing it here at once would turn the arrows of
     # docs/design around, and make `import kvjax.cache` load every family.
     if name in _FACADE:
-        from kvjax import llm
-
-        return getattr(llm, name)
+        return getattr(importlib.import_module(f"kvjax.{_FACADE[name]}"), name)
     raise AttributeError(f"module 'kvjax' has no attribute {name!r}")

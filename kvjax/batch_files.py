@@ -1,8 +1,9 @@
 """The files of a batch job: its input, and records that survive whatever stops the job.
 
-out.jsonl        records in the order of their lines, only ever appended to
-out.jsonl.job    what they were made from: a rerun with anything else is refused
-out.jsonl.part   records that finished before an earlier line did; gone when the job is done
+out.jsonl            records in the order of their lines, only ever appended to
+out.jsonl.job        what they were made from: a rerun with anything else is refused
+out.jsonl.part       records that finished before an earlier line did; gone when the job is done
+out.jsonl.snapshots  a folder for snapshots of the requests that have no record yet (kvjax.snapshots); gone then, too
 """
 
 from __future__ import annotations
@@ -26,6 +27,10 @@ PathLike = str | os.PathLike[str]
 
 _SUFFIXES = ("", ".job", ".job.new", ".part")
 """Of the files that a job writes; the third becomes the second when it is whole."""
+
+_SNAPSHOTS = ".snapshots"
+_JOURNAL_BYTES = 1 << 20
+"""A journal of this size is written anew when most of it is in the output by now."""
 
 
 def check_paths(source: PathLike, target: PathLike) -> None:
@@ -55,6 +60,10 @@ def check_paths(source: PathLike, target: PathLike) -> None:
         if found and not stat.S_ISREG(found.st_mode):
             remedy = "write to another one, or to - for the standard output"
             raise UserError(f"{written} is not a regular file, and cannot keep a job's records: {remedy}.")
+    if not _is_remote(theirs):
+        found = _stat(folder := f"{Path(theirs)}{_SNAPSHOTS}")
+        if found and not stat.S_ISDIR(found.st_mode):
+            raise UserError(f"{folder} is not a folder, and cannot keep a job's snapshots: write to another file.")
 
 
 def _stat(path: str) -> os.stat_result | None:
@@ -89,7 +98,7 @@ class Input:
 
     def __iter__(self) -> Iterator[bytes]:
         self._file.seek(0)
-        yield from self._file
+        yield from iter(self._file.readline, b"")  # not from the file: an iteration given up would close it
 
 
 @contextlib.contextmanager
@@ -122,7 +131,10 @@ class Records:
     Attributes:
       next: the line whose record is written next.
       waiting: records of later lines.
+      snapshots: the folder for snapshots of the job, or None where it cannot be resumed.
     """
+
+    snapshots: str | None = None
 
     def __init__(self, file: BinaryIO):
         self._file = file
@@ -143,15 +155,20 @@ class Records:
             self.next += 1
         self._file.flush()
 
+    def publish(self) -> None:
+        """Brings what is flushed to where it survives this machine. Raises UserError."""
+
 
 class _Durable(Records):
     """Records in a file, those out of order in a journal beside it; on the disk when `flush` returns."""
 
-    def __init__(self, path: Path, journal: BinaryIO, custom_ids: Iterator[Any], total: int):
+    def __init__(
+        self, path: Path, journal: BinaryIO, custom_ids: Iterator[Any], total: int, publish: Callable[[], None]
+    ):
         """Goes on from what is there. Raises UserError if that is not what this job wrote."""
         done = _recover(path, custom_ids)
         super().__init__(path.open("ab"))
-        self._path, self._journal, self.next = path, journal, done
+        self._path, self._journal, self.next, self._publish = path, journal, done, publish
         self.waiting = _recover_journal(_beside(path, ".part"), self.next, total)
         self._journaled = set(self.waiting)
 
@@ -164,17 +181,25 @@ class _Durable(Records):
             reason = f"{self._path} cannot be written ({_reason(error)})"
             raise UserError(f"{reason}: what is in it stays, and a rerun goes on from there.") from error
 
+    def publish(self) -> None:
+        self._publish()
+
     def close(self) -> None:
         self._file.close()
 
     def _flush_journal(self) -> None:
-        if not self.waiting:  # all of it is in the file, and on the disk
+        if not self.waiting or self._stale():  # what is not in `waiting` is in the file, and on the disk
             self._journal.truncate(0)
-        for index in self.waiting.keys() - self._journaled:
-            self._journal.write(self.waiting[index])
+            self._journaled = set()
+        self._journal.write(b"".join(self.waiting[index] for index in self.waiting.keys() - self._journaled))
         self._journaled = set(self.waiting)
         self._journal.flush()
         os.fsync(self._journal.fileno())
+
+    def _stale(self) -> bool:
+        """Whether the journal is large, and mostly of records that are in the file."""
+        size = os.fstat(self._journal.fileno()).st_size
+        return size > _JOURNAL_BYTES and size > 2 * sum(map(len, self.waiting.values()))
 
 
 @contextlib.contextmanager
@@ -185,11 +210,12 @@ def opened_records(
 
     Args:
       target: a path; `gs://…`, where nothing can be appended, is worked on in a local copy and written at the end,
-        also when an exception or Ctrl-C ends it; "-" is the standard output, which knows no earlier run.
+        also when an exception or Ctrl-C ends it, and by `Records.publish`; "-" is the standard output, which knows no
+        earlier run.
       job: what the records are made from.
       custom_ids: of the input's lines, in order.
       total: number of lines.
-      overwrite: whether to delete the records of an earlier run first.
+      overwrite: whether to delete the records and snapshots of an earlier run first.
 
     Raises:
       UserError: the target belongs to another job, or cannot be written.
@@ -199,10 +225,13 @@ def opened_records(
         return
     with _working_copy(os.fspath(target)) as (path, publish), _locked_journal(path) as journal:
         try:
+            folder = os.path.expanduser(os.fspath(target)) + _SNAPSHOTS
             if overwrite:
                 _discard(path, journal)
+                remove_snapshots(folder)
             _claim(path, job)
-            records = _Durable(path, journal, custom_ids, total)
+            records = _Durable(path, journal, custom_ids, total, publish)
+            records.snapshots = folder
         except OSError as error:
             raise UserError(f"{path} cannot be written ({_reason(error)}).") from error
         try:
@@ -213,6 +242,16 @@ def opened_records(
             finally:
                 records.close()
                 publish()
+
+
+def remove_snapshots(folder: str) -> None:
+    """Deletes a job's snapshots, if there are any. Raises UserError."""
+    from etils import epath
+
+    if epath.Path(folder).is_dir():  # most jobs have none, and JAX need not be imported
+        from kvjax import snapshots
+
+        snapshots.remove(folder)
 
 
 def _beside(path: Path, suffix: str) -> Path:
@@ -358,13 +397,19 @@ def _working_copy(target: str) -> Iterator[tuple[Path, Callable[[], None]]]:
         except Exception as error:  # a bucket's client raises errors of its own
             raise UserError(f"{target} cannot be reached ({_reason(error)}).") from error
 
+        written: dict[Path, tuple[int, int]] = {}
+
         def publish() -> None:
             try:
                 for remote, local in pairs:
                     if local.exists() and (local.stat().st_size or not local.name.endswith(".part")):
-                        remote.write_bytes(local.read_bytes())
+                        state = local.stat().st_mtime_ns, local.stat().st_size
+                        if written.get(local) != state:
+                            remote.write_bytes(local.read_bytes())
+                            written[local] = state
                     elif remote.exists():
                         remote.unlink()
+                        written.pop(local, None)
             except BaseException as error:  # a second Ctrl-C, too, must not cost the records
                 cleanup.pop_all()
                 remedy = f"what should be there is kept in {folder}, from where it can be copied"

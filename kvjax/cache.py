@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
 from flax import struct
 
 from kvjax import pages as page_pool
+from kvjax import prefix
+from kvjax.control import for_each_page, when
 from kvjax.pages import PagePool
 from kvjax.pallas_kernels import AttentionSpec, init_pages, paged_attention, write_rows
+from kvjax.prefix import PrefixIndex
 from kvjax.types import KVSpec
 
 
@@ -140,27 +143,85 @@ def pages_for(rows: jax.Array, page_rows: int) -> jax.Array:
     return (rows + page_rows - 1) // page_rows
 
 
+class Copies(struct.PyTreeNode):
+    """Pages of one group to copy before a step writes, at most one a slot.
+
+    Attributes:
+      source: (B,) int32; those to copy stand first.
+      target: (B,) int32.
+      count: () int32 how many there are.
+    """
+
+    source: jax.Array
+    target: jax.Array
+    count: jax.Array
+
+
+class Reserved(struct.PyTreeNode):
+    """What `reserve` found.
+
+    Attributes:
+      cache: the new cache; `copy_pages` has to follow before anything is written.
+      index: the prefix index without the pages that were evicted.
+      copies: per group.
+      starved: (B,) bool slots for which too few pages were left, with the first that does not fit all behind it that
+        need a page. Their length and table are as before; the others are served.
+      evicted: () int32 pages of group 0 taken from the index.
+    """
+
+    cache: Cache
+    index: PrefixIndex | None
+    copies: tuple[Copies, ...]
+    starved: jax.Array
+    evicted: jax.Array
+
+
 def reserve(
-    config: CacheConfig, cache: Cache, tokens: jax.Array, step: jax.Array, most: int
-) -> tuple[Cache, jax.Array]:
+    config: CacheConfig,
+    cache: Cache,
+    index: PrefixIndex | None,
+    tokens: jax.Array,
+    step: jax.Array,
+    clock: jax.Array,
+    pinned_too: jax.Array,
+    most: int,
+) -> Reserved:
     """Lengthens each slot by its tokens of this step and takes the pages that needs.
+
+    A slot that would write into a page with other owners gets a page of its own to copy it to. Pages that only the
+    prefix index owns are evicted where too few are free.
 
     Args:
       config: the cache's static shape.
       cache: the cache.
+      index: the prefix index, or None where nothing is shared.
       tokens: (B,) int32 tokens each slot is about to write.
       step: () int32 number of this step.
+      clock: () int32 seconds of the job's clock.
+      pinned_too: () bool whether pinned pages may be evicted as well.
       most: static bound on tokens.sum().
-
-    Returns:
-      The new cache, and (B,) bool: slots for which too few pages were left, with the first that does not fit all
-      behind it that need a page. Their length and table are as before; the others are served.
     """
+    evicted = jnp.int32(0)
+    if index is not None:
+        lack = jnp.int32(0)
+        for group in cache.groups:
+            lack = jnp.maximum(lack, _need(config, group, tokens).sum(dtype=jnp.int32) - group.pool.height)
+        cache, index, evicted = _evict(config, cache, index, lack, step, clock, pinned_too, _most_pages(config, most))
     starved = jnp.zeros((config.slots,), bool)
     for group in cache.groups:  # a slot is served in every group or in none
-        starved |= _starved(config, group, tokens)
+        need = _need(config, group, tokens)
+        starved |= (need > 0) & (jnp.cumsum(need, dtype=jnp.int32) > group.pool.height)
     tokens = jnp.where(starved, 0, tokens)
-    return Cache(tuple(_reserve_group(config, group, tokens, step, most) for group in cache.groups)), starved
+    served = [_reserve_group(config, group, tokens, step, most) for group in cache.groups]
+    return Reserved(
+        Cache(tuple(group for group, _ in served)), index, tuple(copies for _, copies in served), starved, evicted
+    )
+
+
+def _most_pages(config: CacheConfig, most: int) -> int:
+    """Static bound on the pages that a step needs: opened by its tokens, and copied."""
+    # Each new page holds at least one new token, and a slot's tokens open at most one page more than they fill.
+    return min(most, most // config.rows + config.slots) + config.slots
 
 
 def _new_pages(config: CacheConfig, table: BlockTable, tokens: jax.Array) -> jax.Array:
@@ -168,47 +229,257 @@ def _new_pages(config: CacheConfig, table: BlockTable, tokens: jax.Array) -> jax
     return pages_for(table.lengths + tokens, config.rows) - pages_for(table.lengths, config.rows)
 
 
-def _starved(config: CacheConfig, group: GroupCache, tokens: jax.Array) -> jax.Array:
-    need = _new_pages(config, group.table, tokens)
-    return (need > 0) & (jnp.cumsum(need, dtype=jnp.int32) > group.pool.height)
+def _unfilled(config: CacheConfig, group: GroupCache, tokens: jax.Array) -> jax.Array:
+    """(B,) int32: the page that each slot with tokens goes on to fill, if others own it too; else P."""
+    lengths = group.table.lengths
+    column = jnp.minimum(lengths // config.rows, config.pages_per_slot - 1)
+    page = jnp.take_along_axis(group.table.pages, column[:, None], axis=1)[:, 0]
+    shared = (tokens > 0) & (lengths % config.rows > 0) & (group.pool.refs.at[page].get(mode="clip") > 1)
+    return jnp.where(shared, page, config.pool_pages)
 
 
-def _reserve_group(config: CacheConfig, group: GroupCache, tokens: jax.Array, step: jax.Array, most: int) -> GroupCache:
-    B, M, R = config.slots, config.pages_per_slot, config.rows
-    need = _new_pages(config, group.table, tokens)
-    ends = jnp.cumsum(need, dtype=jnp.int32)
-    # Each new page holds at least one new token, and a slot's tokens open at most one page more than they fill.
+def _need(config: CacheConfig, group: GroupCache, tokens: jax.Array) -> jax.Array:
+    """(B,) int32: pages that each slot may need. Of several owners of a page that all go on, one needs no copy."""
+    shared = _unfilled(config, group, tokens) < config.pool_pages
+    return _new_pages(config, group.table, tokens) + shared.astype(jnp.int32)
+
+
+def _evict(
+    config: CacheConfig,
+    cache: Cache,
+    index: PrefixIndex,
+    lack: jax.Array,
+    step: jax.Array,
+    clock: jax.Array,
+    pinned_too: jax.Array,
+    width: int,
+) -> tuple[Cache, PrefixIndex, jax.Array]:
+    """Frees up to `lack` () int32 pages that only the index owns; no pass over the pages where none are lacking."""
+    pools = [group.pool for group in cache.groups]
+
+    def evict(held: tuple[list[PagePool], PrefixIndex, jax.Array]) -> tuple[list[PagePool], PrefixIndex, jax.Array]:
+        pools, index, _ = held
+        candidates = prefix.evictable(index, pools[0].refs, clock, pinned_too)
+        page = prefix.oldest(index, candidates, pools[0].last_use, clock, lack, width)
+        pools = [page_pool.release(pool, p, step) for pool, p in zip(pools, _in_groups(index, page), strict=True)]
+        return pools, prefix.remove(index, page), (page < index.size).sum(dtype=jnp.int32)
+
+    pools, index, evicted = when(lack > 0, evict, (pools, index, jnp.int32(0)))
+    groups = tuple(group.replace(pool=pool) for group, pool in zip(cache.groups, pools, strict=True))
+    return Cache(groups), index, evicted
+
+
+def _in_groups(index: PrefixIndex, page: jax.Array) -> list[jax.Array]:
+    """The pages (W,) int32 of every group that belong to those of group 0; P stays P."""
+    sisters = index.sisters.at[page].get(mode="fill", fill_value=index.size)
+    return [page, *(sisters[:, g] for g in range(sisters.shape[1]))]
+
+
+def _reserve_group(
+    config: CacheConfig, group: GroupCache, tokens: jax.Array, step: jax.Array, most: int
+) -> tuple[GroupCache, Copies]:
+    B, M, R, P = config.slots, config.pages_per_slot, config.rows, config.pool_pages
+    lengths, table = group.table.lengths, group.table.pages
+    new = _new_pages(config, group.table, tokens)
+    source = _unfilled(config, group, tokens)
+
+    # Of the owners that write into a page now, one may keep it if there are no others.
+    pool, keeps = page_pool.leave(group.pool, source)
+    pool = pool.replace(refs=pool.refs.at[jnp.where(keeps, source, P)].set(1, mode="drop"))
+    pool, target = page_pool.allocate(pool, (source < P) & ~keeps, step)
+    row = jnp.arange(B, dtype=jnp.int32)
+    table = table.at[row, jnp.where(target < P, lengths // R, M)].set(target, mode="drop")
+
+    ends = jnp.cumsum(new, dtype=jnp.int32)
     wanted = jnp.arange(min(most, most // R + B), dtype=jnp.int32)
     slot = jnp.searchsorted(ends, wanted, side="right", method="compare_all").astype(jnp.int32)
     safe = jnp.minimum(slot, B - 1)
-    column = pages_for(group.table.lengths, R)[safe] + wanted - (ends - need)[safe]
-    pool, page = page_pool.allocate(group.pool, slot < B, step)
-    table_pages = group.table.pages.at[slot, jnp.where(slot < B, column, M)].set(page, mode="drop")
-    return group.replace(pool=pool, table=BlockTable(table_pages, group.table.lengths + tokens))
+    column = pages_for(lengths, R)[safe] + wanted - (ends - new)[safe]
+    pool, page = page_pool.allocate(pool, slot < B, step)
+    table = table.at[slot, jnp.where(slot < B, column, M)].set(page, mode="drop")
+    group = group.replace(pool=pool, table=BlockTable(table, lengths + tokens))
+    return group, _copies(source, target, target < P)
 
 
-def release(config: CacheConfig, cache: Cache, ended: jax.Array) -> Cache:
-    """Gives back every page of the slots in (B,) bool `ended` and sets their lengths to 0.
+def _copies(source: jax.Array, target: jax.Array, wanted: jax.Array) -> Copies:
+    place = jnp.where(wanted, jnp.cumsum(wanted, dtype=jnp.int32) - 1, wanted.shape[0])
+    zeros = jnp.zeros_like(source)
+    return Copies(
+        zeros.at[place].set(source, mode="drop"),
+        zeros.at[place].set(target, mode="drop"),
+        wanted.sum(dtype=jnp.int32),
+    )
 
-    The work is done only when a slot ends; no page's K or V is touched.
+
+def copy_pages(config: CacheConfig, kv: tuple[KVPages, ...], copies: tuple[Copies, ...]) -> tuple[KVPages, ...]:
+    """Copies K and V of whole pages in every layer, in place; no work where there is nothing to copy."""
+
+    def copied(pages: KVPages, what: Copies) -> KVPages:
+        # Stacked layers: the page of layer l is l·P further on.
+        layers = pages.k[0].shape[0] // config.pool_pages
+        offset = jnp.arange(layers, dtype=jnp.int32) * config.pool_pages
+
+        def copy_one(i: jax.Array, pages: KVPages) -> KVPages:
+            source, target = what.source[i] + offset, what.target[i] + offset
+            return jax.tree.map(lambda x: x.at[target].set(x[source]), pages)
+
+        return jax.lax.fori_loop(0, what.count, copy_one, pages)
+
+    return tuple(copied(pages, what) for pages, what in zip(kv, copies, strict=True))
+
+
+def adopt(
+    config: CacheConfig,
+    cache: Cache,
+    index: PrefixIndex,
+    first: jax.Array,
+    last: jax.Array,
+    step: jax.Array,
+) -> Cache:
+    """Makes slots owners of the indexed pages of group 0 that stand in columns [first, last) of their block tables.
+
+    Args:
+      config: the cache's static shape.
+      cache: the cache; the tables of the other groups are filled in, no length is changed.
+      index: the prefix index.
+      first: (B,) int32.
+      last: (B,) int32.
+      step: () int32.
     """
 
-    def freed(group: GroupCache) -> tuple[PagePool, BlockTable]:
-        held = jnp.where(ended, pages_for(group.table.lengths, config.rows), 0)
-        column = jnp.arange(config.pages_per_slot, dtype=jnp.int32)[None, :]
-        page = jnp.where(column < held[:, None], group.table.pages, config.pool_pages)
-        lengths = jnp.where(ended, 0, group.table.lengths)
-        return page_pool.release(group.pool, page.reshape(-1)), group.table.replace(lengths=lengths)
+    def visit(groups: Sequence[GroupCache], slot: jax.Array, column: jax.Array) -> Sequence[GroupCache]:
+        page = groups[0].table.pages.at[slot, column].get(mode="fill", fill_value=config.pool_pages)
+        taken = []
+        for group, own in zip(groups, _in_groups(index, page), strict=True):
+            pool = page_pool.share(group.pool, own, step)
+            table = group.table.pages.at[slot, column].set(own, mode="drop")
+            taken.append(group.replace(pool=pool, table=group.table.replace(pages=table)))
+        return taken
 
-    tables = jax.lax.cond(
-        ended.any(),
-        lambda groups: [freed(group) for group in groups],
-        lambda groups: [(group.pool, group.table) for group in groups],
-        [group.replace(kv=None) for group in cache.groups],
-    )
-    return Cache(
-        tuple(group.replace(pool=pool, table=table) for group, (pool, table) in zip(cache.groups, tables, strict=True))
-    )
+    bare: Sequence[GroupCache] = [group.replace(kv=None) for group in cache.groups]
+    return Cache(_with_kv(for_each_page(first, last, visit, bare), cache))
+
+
+def fork(config: CacheConfig, cache: Cache, source: jax.Array, lengths: jax.Array, step: jax.Array) -> Cache:
+    """Lets slots hold what others hold, by reference, from their own last page on.
+
+    Args:
+      config: the cache's static shape.
+      cache: the cache.
+      source: (B,) int32 slot whose pages each slot takes, not itself one that takes; B leaves a slot as it is.
+      lengths: (B,) int32 rows that it then holds; at least what it holds, and at most what the source holds. What it
+        holds already are whole pages that are the source's, too.
+      step: () int32.
+    """
+    groups = []
+    takes = source < config.slots
+    origin = jnp.minimum(source, config.slots - 1)
+    for group in cache.groups:
+        first = jnp.where(takes, pages_for(group.table.lengths, config.rows), 0)
+        last = jnp.where(takes, pages_for(lengths, config.rows), 0)
+
+        def visit(held: tuple[PagePool, jax.Array], slot: jax.Array, column: jax.Array):
+            pool, table = held
+            page = table.at[origin.at[slot].get(mode="clip"), column].get(mode="clip")
+            page = jnp.where(slot < config.slots, page, config.pool_pages)
+            return page_pool.share(pool, page, step), table.at[slot, column].set(page, mode="drop")
+
+        pool, table = for_each_page(first, last, visit, (group.pool, group.table.pages))
+        groups.append(group.replace(pool=pool, table=BlockTable(table, jnp.where(takes, lengths, group.table.lengths))))
+    return Cache(tuple(groups))
+
+
+def swap(
+    config: CacheConfig, cache: Cache, index: PrefixIndex, column: jax.Array, twin: jax.Array, step: jax.Array
+) -> Cache:
+    """Puts indexed pages in place of slots' own pages with the same tokens, which are given back.
+
+    Args:
+      config: the cache's static shape.
+      cache: the cache.
+      index: the prefix index.
+      column: (B,) int32 of the block tables.
+      twin: (B,) int32 page of group 0; P leaves a slot as it is.
+      step: () int32.
+    """
+    row = jnp.arange(config.slots, dtype=jnp.int32)
+
+    def swapped(groups: Sequence[GroupCache]) -> Sequence[GroupCache]:
+        result = []
+        for group, page in zip(groups, _in_groups(index, twin), strict=True):
+            own = jnp.where(page < config.pool_pages, group.table.pages[row, column], config.pool_pages)
+            pool = page_pool.release(page_pool.share(group.pool, page, step), own, step)
+            place = jnp.where(page < config.pool_pages, column, config.pages_per_slot)
+            table = group.table.pages.at[row, place].set(page, mode="drop")
+            result.append(group.replace(pool=pool, table=group.table.replace(pages=table)))
+        return result
+
+    bare: Sequence[GroupCache] = [group.replace(kv=None) for group in cache.groups]
+    return Cache(_with_kv(when((twin < config.pool_pages).any(), swapped, bare), cache))
+
+
+def sisters(cache: Cache, row: jax.Array, column: jax.Array) -> jax.Array:
+    """(W, G - 1) int32: the pages of all groups but the first at these places of their block tables."""
+    pages = [group.table.pages.at[row, column].get(mode="clip") for group in cache.groups[1:]]
+    return jnp.stack(pages, axis=1) if pages else jnp.zeros((row.shape[0], 0), jnp.int32)
+
+
+def own(cache: Cache, page: jax.Array, sister_pages: jax.Array, step: jax.Array) -> Cache:
+    """Adds the index as an owner of pages (W,) int32 of group 0, P skipped, and of their sisters (W, G - 1)."""
+    first, *others = cache.groups
+    groups = [first.replace(pool=page_pool.share(first.pool, page, step))]
+    for g, group in enumerate(others):
+        entered = jnp.where(page < group.pool.free.shape[0], sister_pages[:, g], group.pool.free.shape[0])
+        groups.append(group.replace(pool=page_pool.share(group.pool, entered, step)))
+    return Cache(tuple(groups))
+
+
+def release(
+    config: CacheConfig,
+    cache: Cache,
+    index: PrefixIndex | None,
+    ended: jax.Array,
+    step: jax.Array,
+    live: jax.Array,
+    pinned: Callable[[jax.Array, jax.Array], jax.Array],
+) -> tuple[Cache, PrefixIndex | None]:
+    """Gives back every page of the slots in (B,) bool `ended` and sets their lengths to 0.
+
+    Pages that the prefix index owns stay. The work follows the number of pages given back; no page's K or V is
+    touched.
+
+    Args:
+      config: the cache's static shape.
+      cache: the cache.
+      index: the prefix index, or None where nothing is shared.
+      ended: (B,) bool.
+      step: () int32, the last use of the pages that stay.
+      live: () int32 second until which they live.
+      pinned: slot (W,), column (W,) → (W,) int32 second up to which that page is pinned.
+    """
+    table = cache.groups[0].table
+    held = jnp.where(ended, pages_for(table.lengths, config.rows), 0)
+    P = config.pool_pages
+
+    def visit(carry: tuple, slot: jax.Array, column: jax.Array) -> tuple:
+        pools, index = carry
+        pages = [group.table.pages.at[slot, column].get(mode="fill", fill_value=P) for group in cache.groups]
+        pools = [page_pool.release(pool, page, step) for pool, page in zip(pools, pages, strict=True)]
+        if index is not None:
+            index = prefix.touch(index, pages[0], jnp.broadcast_to(live, slot.shape), pinned(slot, column))
+        return pools, index
+
+    pools, index = for_each_page(jnp.zeros_like(held), held, visit, ([group.pool for group in cache.groups], index))
+    lengths = jnp.where(ended, 0, table.lengths)
+    groups = [
+        group.replace(pool=pool, table=group.table.replace(lengths=lengths))
+        for group, pool in zip(cache.groups, pools, strict=True)
+    ]
+    return Cache(tuple(groups)), index
+
+
+def _with_kv(groups: Sequence[GroupCache], cache: Cache) -> tuple[GroupCache, ...]:
+    return tuple(bare.replace(kv=group.kv) for bare, group in zip(groups, cache.groups, strict=True))
 
 
 def pages_of(cache: Cache) -> tuple[KVPages, ...]:
@@ -216,8 +487,8 @@ def pages_of(cache: Cache) -> tuple[KVPages, ...]:
     return tuple(group.kv for group in cache.groups)
 
 
-def with_pages(cache: Cache, kv: tuple[KVPages, ...]) -> Cache:
-    """The cache with other K and V."""
+def with_pages(cache: Cache, kv: Sequence[KVPages | None]) -> Cache:
+    """The cache with other K and V; None leaves them out, where only tables and pools are at work."""
     return Cache(tuple(group.replace(kv=pages) for group, pages in zip(cache.groups, kv, strict=True)))
 
 

@@ -1,8 +1,9 @@
 """One step, and the loop of it: pure functions from state to state.
 
-schedule(state)  who computes how many tokens in this step
-advance(...)     hidden states of the packed tokens; K and V written on the way
-commit(...)      next tokens sampled, requests ended, pages freed
+admit     waiting requests enter slots; slots take over pages computed before      (kvjax.scheduler)
+schedule  who computes how many tokens in this step
+compute   hidden states of the packed tokens; K and V written on the way
+commit    next tokens sampled, requests ended, pages registered and freed
 """
 
 from __future__ import annotations
@@ -12,43 +13,15 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-from flax import struct
 
 from kvjax import cache as kv_cache
-from kvjax import sampling, stops
-from kvjax import state as engine_state
+from kvjax import requests as table
+from kvjax import sampling, scheduler, stops
 from kvjax.cache import Cache, KVPages, Placement
-from kvjax.state import LENGTH, PREEMPTED, RUNNING, STOPPED, Admission, EngineState, Program, Slots
+from kvjax.control import when
+from kvjax.requests import CANCELLED, LENGTH, RUNNING, STOPPED, WAITING, Rows
+from kvjax.state import EngineState, Policy, Program, cached, of_slots, running
 from kvjax.types import Params
-
-
-class Plan(struct.PyTreeNode):
-    """What a step computes.
-
-    Attributes:
-      tokens: (B,) int32 tokens of each slot that enter the model.
-    """
-
-    tokens: jax.Array
-
-
-def cached(state: EngineState) -> jax.Array:
-    """(B,) int32: tokens of each slot whose K and V are in the cache."""
-    return state.cache.groups[0].table.lengths
-
-
-def pending(state: EngineState) -> jax.Array:
-    """(B,) int32: known tokens of each running slot that are not in the cache yet. 1 means it decodes."""
-    return jnp.where(state.slots.status == RUNNING, state.slots.known - cached(state), 0)
-
-
-def schedule(state: EngineState, budget: int) -> Plan:
-    """Decode rows first, then prompts in slot order, up to `budget` ≥ B tokens."""
-    waiting = pending(state)
-    decode = waiting == 1
-    prompt = jnp.where(decode, 0, waiting)
-    left = budget - decode.sum(dtype=jnp.int32) - (jnp.cumsum(prompt, dtype=jnp.int32) - prompt)
-    return Plan(jnp.where(decode, 1, jnp.clip(left, 0, prompt)))
 
 
 def place(state: EngineState, tokens: jax.Array, packed: int, max_query: int) -> tuple[jax.Array, Placement]:
@@ -62,7 +35,7 @@ def place(state: EngineState, tokens: jax.Array, packed: int, max_query: int) ->
     slot = jnp.searchsorted(ends, index, side="right", method="compare_all").astype(jnp.int32)
     safe = jnp.minimum(slot, tokens.shape[0] - 1)
     position = cached(state)[safe] - ends[safe] + index
-    ids = state.slots.tokens.at[safe, position].get(mode="clip")
+    ids = state.requests.tokens.at[state.requests.place(state.slots.request[safe], position)].get(mode="clip")
     return ids, Placement(slot, position, row_starts, max_query)
 
 
@@ -79,14 +52,19 @@ def compute(
     return program.forward(params, program.config, ids, placement.positions, cache, attend)
 
 
-def step(program: Program, params: Params, state: EngineState, packed: int) -> EngineState:
+def step(program: Program, params: Params, state: EngineState, policy: Policy, packed: int) -> EngineState:
     """One step: a decode step of one token a slot, or, while any prompt is pending, a mixed one of `packed` tokens."""
     B = program.cache.slots
-    plan = schedule(state, packed)
-    mixed = (pending(state) > 1).any()
-    cache, starved = kv_cache.reserve(program.cache, state.cache, plan.tokens, state.step, packed)
-    tokens = jnp.where(starved, 0, plan.tokens)
-    state = state.replace(cache=cache)
+    state = scheduler.admit(program, state, policy)
+    plan = scheduler.schedule(program, state, packed)
+    before = cached(state)
+    alone = running(state).sum(dtype=jnp.int32) == 1
+    reserved = kv_cache.reserve(
+        program.cache, state.cache, state.index, plan.tokens, state.step, policy.clock, alone, packed
+    )
+    tokens = jnp.where(reserved.starved, 0, plan.tokens)
+    mixed = (tokens > 1).any()
+    state = state.replace(cache=reserved.cache, index=reserved.index)
 
     def computed(T: int, max_query: int, kv: tuple[KVPages, ...]) -> tuple[tuple[KVPages, ...], jax.Array]:
         """K and V of the step's tokens written into pages, and hidden (B, D) at each slot's last token."""
@@ -95,109 +73,146 @@ def step(program: Program, params: Params, state: EngineState, packed: int) -> E
         return kv_cache.pages_of(cache), hidden.at[placement.row_starts[1:] - 1].get(mode="clip")
 
     kv = kv_cache.pages_of(state.cache)
+    if program.share:
+        kv = kv_cache.copy_pages(program.cache, kv, reserved.copies)
     if packed == B:
         kv, last = computed(B, 1, kv)
     else:
         last = jnp.zeros((B, program.width), program.dtype)
-        kv, last = _if(mixed, functools.partial(computed, packed, packed), kv, last)
-        kv, last = _if(~mixed, functools.partial(computed, B, 1), kv, last)
-    state = state.replace(
-        cache=kv_cache.with_pages(state.cache, kv),
-        step=state.step + 1,
-        computed=state.computed + tokens.sum(dtype=jnp.int32),
+        kv, last = _computed_if(mixed, functools.partial(computed, packed, packed), kv, last)
+        kv, last = _computed_if(~mixed, functools.partial(computed, B, 1), kv, last)
+    stats = state.stats
+    stats = stats.replace(
+        computed=stats.computed + tokens.sum(dtype=jnp.int32),
+        evicted=stats.evicted + reserved.evicted,
+        copied=stats.copied + reserved.copies[0].count,
     )
-    return commit(program, state, program.unembed(params, program.config, last), tokens, starved)
+    state = state.replace(cache=kv_cache.with_pages(state.cache, kv), step=state.step + 1, stats=stats)
+    logits = program.unembed(params, program.config, last)
+    return commit(program, state, policy, logits, tokens, before, reserved.starved)
 
 
-def _if(
+def _computed_if(
     flag: jax.Array,
     compute: Callable[[tuple[KVPages, ...]], tuple[tuple[KVPages, ...], jax.Array]],
     kv: tuple[KVPages, ...],
     otherwise: jax.Array,
 ) -> tuple[tuple[KVPages, ...], jax.Array]:
-    """`compute(kv)` if the () bool flag is set, else (kv, otherwise): a conditional as a loop of one round or none.
-
-    XLA updates a loop's carry in place on every platform. Through `lax.cond` the CPU backend copies all pages, at
-    the entry of one branch and the exit of the other (docs/decisions.md, "No conditional around the pages").
-    """
-    _, kv, result = jax.lax.while_loop(
-        lambda carry: carry[0], lambda carry: (jnp.bool_(False), *compute(carry[1])), (flag, kv, otherwise)
-    )
-    return kv, result
+    """`compute(kv)` if the () bool flag is set, else (kv, otherwise)."""
+    return when(flag, lambda held: compute(held[0]), (kv, otherwise))
 
 
 def commit(
-    program: Program, state: EngineState, logits: jax.Array, tokens: jax.Array, starved: jax.Array
+    program: Program,
+    state: EngineState,
+    policy: Policy,
+    logits: jax.Array,
+    tokens: jax.Array,
+    before: jax.Array,
+    starved: jax.Array,
 ) -> EngineState:
-    """Samples for the rows whose last known token was computed, ends requests, frees their pages.
+    """Samples for the rows whose last known token was computed, ends requests, registers and frees their pages.
 
     Args:
       program: the static part.
       state: with the step's K and V in the cache.
+      policy: of the segment.
       logits: (B, V) float32 at the last computed token of each slot.
       tokens: (B,) int32 tokens computed for each slot.
+      before: (B,) int32 cached tokens of each slot before the step.
       starved: (B,) bool slots that got no page.
     """
-    slots = state.slots
-    drawn = (tokens > 0) & (cached(state) == slots.known)
-    generated = slots.known - slots.prompt
-    token, logprobs = sampling.sample(logits, state.sampler, generated, drawn, program.logprobs)
-    sampler = sampling.observe(state.sampler, token, drawn)
-    stop_state, matched = stops.advance(state.automata, slots.automaton, slots.stop_state, token)
-    watched = drawn & (generated >= state.sampler.min_new)  # below its minimum length no output stops
-    column = jnp.where(drawn, slots.known, slots.tokens.shape[1])
-    row = jnp.arange(column.shape[0], dtype=jnp.int32)
-    slots = slots.replace(
-        tokens=slots.tokens.at[row, column].set(token, mode="drop"),
-        known=slots.known + drawn.astype(jnp.int32),
-        stop_state=jnp.where(watched, stop_state, slots.stop_state),
-        logprobs=jax.tree.map(lambda old, new: old.at[row, column].set(new, mode="drop"), slots.logprobs, logprobs),
+    requests, slots = state.requests, state.slots
+    Q = requests.status.shape[0]
+    known, prompt = of_slots(state, requests.known), of_slots(state, requests.prompt)
+    sampler = sampling.take(requests.sampler, slots.request, slots.counts)
+    drawn = (tokens > 0) & (cached(state) == known)
+    generated = known - prompt
+    token, logprobs = sampling.sample(logits, sampler, generated, drawn, program.logprobs)
+    automaton, old_state = of_slots(state, requests.automaton), of_slots(state, requests.stop_state)
+    stop_state, matched = stops.advance(state.automata, automaton, old_state, token)
+    watched = drawn & (generated >= sampler.min_new)  # below its minimum length no output stops
+    row = jnp.where(drawn, slots.request, Q)
+    spot = requests.place(row, known)
+    known = known + 1
+    ended = drawn & (known >= of_slots(state, requests.limit))
+    stopped = watched & (matched | sampling.stopped(token, sampler))
+    status = jnp.where(stopped, STOPPED, jnp.where(ended, LENGTH, RUNNING))
+    requests = requests.replace(
+        tokens=requests.tokens.at[spot].set(token, mode="drop"),
+        known=requests.known.at[row].set(known, mode="drop"),
+        stop_state=requests.stop_state.at[jnp.where(watched, slots.request, Q)].set(stop_state, mode="drop"),
+        status=requests.status.at[row].set(status, mode="drop"),
+        logprobs=jax.tree.map(lambda old, new: old.at[spot].set(new, mode="drop"), requests.logprobs, logprobs),
     )
-    status = jnp.where(drawn & (slots.known >= slots.limit), LENGTH, slots.status)
-    status = jnp.where(watched & (matched | sampling.stopped(token, state.sampler)), STOPPED, status)
-    status = jnp.where(_newest(slots) & starved.any(), PREEMPTED, status)
-    ended = (slots.status == RUNNING) & (status != RUNNING)
-    cache = kv_cache.release(program.cache, state.cache, ended)
-    return state.replace(cache=cache, slots=slots.replace(status=status), sampler=sampler)
+    state = state.replace(requests=requests, slots=slots.replace(counts=sampling.observe(slots.counts, token, drawn)))
+    state = scheduler.register(program, state, policy, before)
+    gone = drawn & (status != RUNNING)
+    state, displaced = scheduler.preempt(state, starved, gone)
+    return scheduler.vacate(program, state, policy, gone | displaced)
 
 
-def _newest(slots: Slots) -> jax.Array:
-    """(B,) bool: the running slot admitted last, which gives way when pages run out."""
-    order = jnp.where(slots.status == RUNNING, slots.order, -1)
-    return (order == order.max()) & (slots.status == RUNNING)
-
-
-def running(state: EngineState) -> jax.Array:
-    """() int32: slots that still compute."""
-    return (state.slots.status == RUNNING).sum(dtype=jnp.int32)
+def unfinished(state: EngineState) -> jax.Array:
+    """() bool: whether a request runs or waits."""
+    return running(state).any() | (state.line.count > 0)
 
 
 @functools.partial(jax.jit, static_argnames=("program", "packed"), donate_argnames=("state",))
-def run(
-    program: Program, params: Params, state: EngineState, steps: jax.Array, leave: jax.Array, *, packed: int
-) -> EngineState:
-    """Runs up to `steps` steps in one device program, the state donated and updated in place.
+def run(program: Program, params: Params, state: EngineState, policy: Policy, *, packed: int) -> EngineState:
+    """Runs a segment in one device program, the state donated and updated in place.
+
+    It ends when every request has, after `policy.steps` steps, or when fewer than `policy.low` requests wait.
 
     Args:
       program: the static part.
       params: the model's parameters.
       state: the engine's state.
-      steps: () int32 most steps to run.
-      leave: () int32; ends early once no more than this many slots run. 0 runs all to their end.
+      policy: of this segment.
       packed: static; tokens of a step that computes prompts, at least B; B compiles a loop that only decodes.
 
     Returns:
       The new state.
     """
-    last = state.step + steps
+    last = state.step + policy.steps
     return jax.lax.while_loop(
-        lambda state: (running(state) > leave) & (state.step < last),
-        lambda state: step(program, params, state, packed),
+        lambda state: unfinished(state) & (state.step < last) & (state.line.count >= policy.low),
+        lambda state: step(program, params, state, policy, packed),
         state,
     )
 
 
 @functools.partial(jax.jit, donate_argnames=("state",))
-def admit(state: EngineState, new: Admission) -> EngineState:
-    """`state.admit`, compiled, the state donated."""
-    return engine_state.admit(state, new)
+def submit(state: EngineState, new: Rows) -> EngineState:
+    """Requests enter the table and the line; there must be empty rows for all of them (`requests.pack`)."""
+    requests, waiting = table.submit(state.requests, state.line, new)
+    return state.replace(requests=requests, line=waiting, blocked=jnp.bool_(False))
+
+
+@functools.partial(jax.jit, static_argnames=("most",), donate_argnames=("state",))
+def collect(state: EngineState, *, most: int) -> tuple[EngineState, Rows]:
+    """Takes up to `most` requests that have ended out of the table; the order of the others is -1."""
+    requests, rows = table.collect(state.requests, most)
+    return state.replace(requests=requests), rows
+
+
+@functools.partial(jax.jit, static_argnames=("program",), donate_argnames=("state",))
+def cancel(program: Program, state: EngineState, policy: Policy, order: jax.Array) -> EngineState:
+    """Ends the unfinished requests of the submission numbers (A,) int32, -1 for padding, as CANCELLED.
+
+    Their pages are free, and prefixes of them stay in the index.
+    """
+    requests = state.requests
+    named = (requests.order[:, None] == jnp.where(order >= 0, order, -2)[None, :]).any(axis=1)
+    waits, runs = named & (requests.status == WAITING), named & (requests.status == RUNNING)
+    gone = running(state) & of_slots(state, runs)
+    status = jnp.where(waits | runs, CANCELLED, requests.status)
+    state = state.replace(
+        requests=requests.replace(status=status), line=table.leave_line(state.line, waits), blocked=jnp.bool_(False)
+    )
+    return scheduler.vacate(program, state, policy, gone)
+
+
+@jax.jit
+def view(state: EngineState) -> Rows:
+    """Copies of the requests that run, one a slot; the order of idle ones is -1."""
+    return table.look(state.requests, state.slots.request)

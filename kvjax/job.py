@@ -1,99 +1,34 @@
-"""A batch job, seen from the host: requests wait, enter free slots between segments, and leave as outputs.
+"""A batch job, seen from the host: requests go to the device, and come back as outputs.
 
-Between two looks of the host the device runs alone: `engine.run` computes prompts, decodes, stops and frees pages.
+Between two looks of the host the device runs alone: it admits, computes prompts, decodes, shares prefixes, stops and
+frees pages (`kvjax.engine`). The host keeps the device's line filled, and holds nothing but what it cannot send yet.
 """
 
 from __future__ import annotations
 
 import collections
 import dataclasses
+import itertools
+import math
 import time
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax import engine, sampling
-from kvjax import state as engine_state
-from kvjax.cache import CacheConfig
+from kvjax import engine, plans, prefix, sampling
+from kvjax import requests as table
 from kvjax.errors import RequestError
-from kvjax.pallas_kernels import default_layout
-from kvjax.sampling_params import SamplingParams
-from kvjax.state import IDLE, PREEMPTED, RUNNING, STOPPED, Admission, EngineState, Program
+from kvjax.plans import Model, Options, Plan, Request
+from kvjax.requests import CANCELLED, LENGTH, RUNNING, STOPPED, TOO_LONG, Item, Rows
+from kvjax.state import EngineState, Policy, Program
 from kvjax.stops import AutomatonBank
-from kvjax.types import Family, Params
 
+AHEAD = 4096
+"""Requests whose shapes are looked at together, before the first of them runs."""
 
-@dataclasses.dataclass(frozen=True)
-class Model:
-    """What a job needs of a loaded model.
-
-    Attributes:
-      family: its functions.
-      config: the family's config.
-      params: the parameters, on the devices.
-      eos: tokens that end an output.
-      token_bytes: what each of the V tokens adds to the text, for stop strings.
-      dtype: dtype name of the parameters and activations.
-      storage: dtype name of the cached K and V.
-      stacked: whether the layers are stacked for a scan.
-    """
-
-    family: Family
-    config: Any
-    params: Params
-    eos: tuple[int, ...]
-    token_bytes: Sequence[bytes]
-    dtype: str
-    storage: str
-    stacked: bool
-
-
-@dataclasses.dataclass(frozen=True)
-class Options:
-    """How a job is run; none of these changes a token of its outputs.
-
-    Attributes:
-      slots: B, most requests that run at once.
-      rows: R, tokens a page holds.
-      kv_bytes: bound on the memory of all K and V.
-      packed: T, most tokens of a step that computes prompts.
-      segment_seconds: the host looks at the job about this often.
-      backend: attention backend.
-      layout: of the pages; the platform's best when None.
-    """
-
-    slots: int = 64
-    rows: int = 64
-    kv_bytes: int = 4 << 30
-    packed: int = 512
-    segment_seconds: float = 1.0
-    backend: str = "xla"
-    layout: str | None = None
-
-
-@dataclasses.dataclass(frozen=True)
-class Request:
-    """One sequence to generate.
-
-    Attributes:
-      index: number of its prompt in the job; part of its random key unless it has a seed of its own.
-      sample: which of the prompt's n samples it is.
-      prompt: token ids, at least one.
-      params: validated sampling parameters.
-    """
-
-    index: int
-    sample: int
-    prompt: tuple[int, ...]
-    params: SamplingParams
-
-    @property
-    def length(self) -> int:
-        """Tokens it may come to hold."""
-        return len(self.prompt) + self.params.max_new_tokens
+_REASONS = {STOPPED: "stop", LENGTH: "length", TOO_LONG: "too_long", CANCELLED: "cancelled"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,14 +51,19 @@ class Output:
     Attributes:
       request: the request.
       tokens: generated token ids, the stop token included.
-      finish_reason: "stop" or "length"; None while it runs.
+      finish_reason: "stop", "length", "too_long" (the memory for K and V cannot hold it, or what it had become) or
+        "cancelled"; None while it runs.
       logprobs: one entry per token, when asked for.
+      cached_tokens: tokens of the prompt that were not computed, because another request had.
+      preempted: how often it gave way to others, because pages ran out.
     """
 
     request: Request
     tokens: tuple[int, ...]
     finish_reason: str | None
     logprobs: tuple[TokenLogprob, ...] | None
+    cached_tokens: int = dataclasses.field(default=0, compare=False)
+    preempted: int = dataclasses.field(default=0, compare=False)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,272 +73,556 @@ class Report:
     Attributes:
       finished: requests that ended since the last report.
       running: the tokens so far of those that run; empty unless the job is followed.
-      waiting: requests that have not started, or were preempted.
+      waiting: requests that do not run yet, or were preempted.
       computed: tokens passed through the model since the job began, prompts included.
+      hit: tokens of prompts that were not computed, because another request had.
       preempted: how often a request had to give way because pages ran out.
+      evicted: pages that the prefix index gave up for others.
     """
 
     finished: tuple[Output, ...]
     running: tuple[Output, ...]
     waiting: int
     computed: int
+    hit: int
     preempted: int
+    evicted: int
 
 
 @dataclasses.dataclass
-class _Entry:
-    """A request and what it holds while it waits: after a preemption, its output so far."""
+class Entry:
+    """A request on the host, and what it holds when it has run already.
+
+    Attributes:
+      order: number of its submission.
+      request: the request.
+      tokens: its prompt, then its output so far.
+      stop_state: of its stop automaton.
+      hit: tokens found in the prefix index before.
+      preempted: how often it gave way before.
+      logprobs: of the output so far, as arrays.
+    """
 
     order: int
     request: Request
     tokens: tuple[int, ...]
     stop_state: int = 0
-    logprobs: tuple[TokenLogprob, ...] = ()
+    hit: int = 0
+    preempted: int = 0
+    logprobs: tuple[np.ndarray, ...] | None = None
 
 
-def check(config: CacheConfig, request: Request, context: int) -> None:
-    """Raises RequestError for a request that can never be served."""
-    if not request.prompt:
-        raise RequestError("The prompt is empty: give at least one token.")
-    if request.length > context:
-        raise RequestError(
-            f"The prompt's {len(request.prompt)} tokens and max_new_tokens {request.params.max_new_tokens} exceed the "
-            f"context of {context} tokens: shorten the prompt, lower max_new_tokens, or load with a larger context."
-        )
-    pages = -(-request.length // config.rows)
-    if pages > config.pool_pages:
-        raise RequestError(
-            f"A request of {request.length} tokens needs {pages} pages of K and V, and kv_bytes allows "
-            f"{config.pool_pages}: raise kv_bytes, or shorten the request."
-        )
+@dataclasses.dataclass(frozen=True)
+class Memory:
+    """What the host knows of a job between two segments; with the engine's state, all of the job.
 
-
-def plan_cache(model: Model, requests: Sequence[Request], options: Options) -> CacheConfig:
-    """A cache as large as the requests can fill, within `kv_bytes`; slots and lengths rounded to powers of two.
-
-    Few distinct shapes mean few compilations.
+    Attributes:
+      seed: of requests without one.
+      plan: the shapes of the device's state, or None.
+      order: number of the next submission.
+      seconds: the job's clock.
+      entries: all unfinished requests as if they had been preempted, by order.
+      live: the orders of those that are on the device.
+      ended: finished, and not reported yet, with the reason.
+      stops: the sets of stop strings in the table, in its order.
+      before: statistics of engines that are gone.
+      total: statistics up to now.
     """
-    slots = min(options.slots, _power_of_two(len(requests)))
-    longest = max(request.length for request in requests)
-    per_slot = _power_of_two(-(-longest // options.rows))
-    config = CacheConfig(
-        model.family.kv_specs(model.config, model.storage),
-        slots,
-        options.rows,
-        per_slot,
-        stacked=model.stacked,
-        layout=options.layout or default_layout(),
-    )
-    if model.stacked and len(config.groups) > 1:
-        raise RequestError("Layers with different caches cannot be scanned: load with layers='unrolled'.")
-    affordable = options.kv_bytes // config.page_bytes
-    if affordable < slots * per_slot:
-        config = dataclasses.replace(config, pages=affordable)
-    return config
+
+    seed: int
+    plan: Plan | None
+    order: int
+    seconds: float
+    entries: tuple[Entry, ...]
+    live: frozenset[int]
+    ended: tuple[tuple[Entry, str], ...]
+    stops: tuple[frozenset[str], ...]
+    before: dict[str, int]
+    total: dict[str, int]
 
 
-def _power_of_two(n: int) -> int:
-    return 1 << max(n - 1, 0).bit_length()
+class Job:
+    """The host's side of a running engine.
+
+    Attributes:
+      model: what generates.
+      options: how.
+      seed: of requests without one.
+      waiting: requests that the device has no room for yet.
+      live: requests on the device, by order.
+      plan: the shapes of the device's state; None before the first segment, and chosen then.
+      state: the engine's state, or None.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        options: Options,
+        *,
+        seed: int = 0,
+        plan: Plan | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        """`plan`: shapes to begin with; they grow when a request needs more, at the price of a compilation."""
+        self.model, self.options, self.seed, self.plan = model, options, seed, plan
+        self.waiting: collections.deque[Entry] = collections.deque()
+        self.live: dict[int, Entry] = {}
+        self.state: EngineState | None = None
+        self.program: Program | None = None
+        self._bank = _Bank(model.token_bytes)
+        self._spare = _Bank(model.token_bytes)
+        self._table = self._bank.shape, len(self._bank)
+        self._order = 0
+        self._clock, self._pace = clock, _Pace(options.segment_seconds)
+        self._began = clock()
+        self._cancelled: list[Output] = []
+        self._before = dict.fromkeys(_STATISTICS, 0)
+
+    # --- requests ------------------------------------------------------------------------------------------
+    def add(self, request: Request) -> int:
+        """Takes a request; returns the number of its submission. Raises RequestError if it can never be served."""
+        self.check(request)
+        order, self._order = self._order, self._order + 1
+        self.waiting.append(Entry(order, request, request.prompt))
+        return order
+
+    def check(self, request: Request) -> None:
+        """Raises RequestError if a request can never be served."""
+        plans.check(request, self.model.config.context)
+        if not self._bank.takes(request.params.stop) and not self._spare.takes(request.params.stop):
+            self._spare = _Bank(self.model.token_bytes)
+            self._spare.add(request.params.stop)
+
+    def cancel(self, orders: Iterable[int]) -> None:
+        """Gives up requests; they are among the finished of the next report, with what they have generated."""
+        gone = set(orders)
+        self._cancelled += [_held(entry) for entry in self.waiting if entry.order in gone]
+        self.waiting = collections.deque(entry for entry in self.waiting if entry.order not in gone)
+        found = sorted(gone & self.live.keys())
+        for some in _batched(found, 64):
+            padded = np.asarray([*some, *[-1] * (64 - len(some))], np.int32)
+            assert self.program is not None
+            self.state = engine.cancel(self.program, self.state, self._policy(jnp.int32(0), False), padded)
+
+    @property
+    def unfinished(self) -> int:
+        """Requests that have not been reported as finished."""
+        return len(self.waiting) + len(self.live) + len(self._cancelled)
+
+    @property
+    def room(self) -> int:
+        """How many requests more the device could take; before the first segment, `AHEAD`."""
+        if self.plan is None:
+            return max(0, AHEAD - len(self.waiting))
+        return max(0, self.plan.queue - len(self.live) - len(self.waiting))
+
+    # --- segments ------------------------------------------------------------------------------------------
+    def advance(self, *, follow: bool = False, more: bool = False) -> Report:
+        """Runs one segment.
+
+        Args:
+          follow: whether the report holds the tokens of running requests.
+          more: whether requests will be added: the segment then ends before the device's line is empty.
+        """
+        finished, self._cancelled = self._cancelled, []
+        running: list[Output] = []
+        if self.waiting or self.live:
+            self._refill()
+            finished += self._run(more or bool(self.waiting))
+            running = self._view() if follow else []
+        counts = self.statistics()
+        waiting = len(self.waiting) + int(self.state.line.count if self.state is not None else 0)
+        return Report(tuple(finished), tuple(running), waiting, **{name: counts[name] for name in _STATISTICS})
+
+    def _run(self, more: bool) -> list[Output]:
+        assert self.plan is not None and self.program is not None
+        steps = jnp.int32(self._pace.steps)
+        with self._pace:
+            self.state = engine.run(
+                self.program, self.model.params, self.state, self._policy(steps, more), packed=self.plan.packed
+            )
+            finished = self._collect()
+            self._pace.step = int(self.state.step)
+        return finished
+
+    def _policy(self, steps: jax.Array, more: bool) -> Policy:
+        """With more to come the segment ends while the line can still fill all slots: who runs with whom does not
+        depend on when the host looks."""
+        assert self.plan is not None and self.state is not None
+        slots, options = self.plan.cache.slots, self.options
+        ttl = prefix.FOREVER if options.prefix_ttl is None else min(round(options.prefix_ttl), prefix.FOREVER)
+        return Policy(
+            steps=steps,
+            low=jnp.minimum(slots if more else 0, self.state.line.count),
+            refill=jnp.int32(max(1, slots // 8) if options.refill is None else options.refill),
+            clock=jnp.int32(self.seconds),
+            ttl=jnp.int32(ttl),
+        )
+
+    @property
+    def seconds(self) -> int:
+        """The job's clock."""
+        return int(self._clock() - self._began)
+
+    def _collect(self) -> list[Output]:
+        assert self.plan is not None
+        outputs: list[Output] = []
+        most = self.plan.cache.slots
+        while True:
+            self.state, rows = engine.collect(self.state, most=most)
+            rows = jax.device_get(rows)
+            found = [i for i, order in enumerate(rows.order.tolist()) if order >= 0]
+            outputs += [_output(rows, i, self.live.pop(int(rows.order[i])).request) for i in found]
+            if len(found) < most:
+                return sorted(outputs, key=lambda output: (output.request.index, output.request.sample))
+
+    def _view(self) -> list[Output]:
+        rows = jax.device_get(engine.view(self.state))
+        return [_output(rows, i, self.live[order].request) for i, order in enumerate(rows.order.tolist()) if order >= 0]
+
+    # --- to the device and back ----------------------------------------------------------------------------
+    def _refill(self) -> None:
+        """Sends what the device has room for; a request that does not fit its shapes makes larger ones first."""
+        if self.plan is None or not all(self.plan.covers(self.model, entry.request) for entry in self.waiting):
+            self._rebuild()
+        assert self.plan is not None
+        free = self._watched(self.plan.queue - len(self.live))
+        self._update_automata()
+        while self.waiting and free > 0:
+            count = min(free, len(self.waiting), self.plan.cache.slots)
+            entries = [self.waiting.popleft() for _ in range(count)]
+            self.state = engine.submit(self.state, self._rows(entries))
+            self.live.update({entry.order: entry for entry in entries})
+            free -= count
+
+    def _rebuild(self) -> None:
+        """A new state with shapes for everything that waits and runs; what runs is computed again."""
+        self.withdraw()
+        self.plan = plans.plan(self.model, [entry.request for entry in self.waiting], self.options, self.plan)
+        self._start()
+
+    def _start(self) -> None:
+        assert self.plan is not None
+        self._table = self._bank.shape, len(self._bank)
+        self.program, self.state = plans.start(self.model, self.plan, self._bank.table())
+        self._pace.begin_again()
+
+    def _update_automata(self) -> None:
+        if self.state is None:
+            self._start()
+        elif self._table != (self._bank.shape, len(self._bank)):
+            # A larger table is another program; one of the same shape only has more of it in use.
+            self._table = self._bank.shape, len(self._bank)
+            self.state = self.state.replace(automata=jnp.asarray(self._bank.table()))
+
+    def _watched(self, most: int) -> int:
+        """How many of the first `most` that wait have their stop strings in the table.
+
+        A full table is made anew for those that run and wait once no more than half of it is in use.
+        """
+        used = {frozenset(entry.request.params.stop) for entry in self.live.values()}
+        for number, entry in enumerate(itertools.islice(self.waiting, max(0, most))):
+            stop = frozenset(entry.request.params.stop)
+            if not self._bank.takes(stop):
+                if 2 * len(used) > len(self._bank):
+                    return number
+                self._renew(used)
+                if not self._bank.takes(stop):
+                    return number
+            used.add(stop)
+        return most
+
+    def _renew(self, used: Iterable[frozenset[str]]) -> None:
+        """A table of these sets of stop strings alone; running requests are told their new numbers in it."""
+        self._bank = _Bank(self.model.token_bytes, self._bank.shape)
+        for stop in sorted(used, key=sorted):
+            self._bank.add(stop)
+        if self.state is not None:
+            orders = np.asarray(self.state.requests.order).tolist()
+            live = [self.live.get(order) for order in orders]
+            ids = [0 if entry is None else self._bank.add(entry.request.params.stop) for entry in live]
+            requests = self.state.requests.replace(automaton=jnp.asarray(np.asarray(ids, np.int32)))
+            self._table = _STALE
+            self.state = self.state.replace(requests=requests)
+
+    def withdraw(self) -> None:
+        """Takes every request back from the device, as if it had been preempted, and forgets the device's state."""
+        if self.state is not None:
+            entries = self._entries()
+            self._before = self.statistics()
+            self.waiting = collections.deque(entries)
+            self.live, self.state, self.program = {}, None, None
+
+    def _entries(self) -> list[Entry]:
+        """All unfinished requests as if they had been preempted, by order; those that have ended are collected."""
+        if self.state is None:
+            return list(self.waiting)
+        self._cancelled += self._collect()
+        rows = jax.device_get(_every_row(self.state))
+        entries = [
+            _entry(rows, i, self.live[order])
+            for i, order in enumerate(rows.order.tolist())
+            if rows.status[i] in (table.WAITING, RUNNING) and order in self.live
+        ]
+        return sorted([*entries, *self.waiting], key=lambda entry: entry.order)
+
+    # --- snapshots (kvjax.snapshots) -----------------------------------------------------------------------
+    def memory(self) -> Memory:
+        """What the host knows; with `state`, which is donated to the next segment, all of the job."""
+        entries = tuple(self._entries())
+        return Memory(
+            seed=self.seed,
+            plan=self.plan,
+            order=self._order,
+            seconds=self._clock() - self._began,
+            entries=entries,
+            live=frozenset(self.live),
+            ended=tuple(map(_ended, self._cancelled)),
+            stops=tuple(self._bank.sets),
+            before=dict(self._before),
+            total=self.statistics(),
+        )
+
+    def remember(self, memory: Memory, state: EngineState | None = None) -> None:
+        """Makes a new job the one that was, with the state of its engine; without it, as after `withdraw`.
+
+        With a state, the memory's plan is this job's. The table of stop strings is made here.
+        """
+        self.seed, self._order = memory.seed, memory.order
+        self._began = self._clock() - memory.seconds
+        self._cancelled = [_held(entry, reason) for entry, reason in memory.ended]
+        self.waiting = collections.deque(e for e in memory.entries if state is None or e.order not in memory.live)
+        self._before = dict(memory.total if state is None else memory.before)
+        if state is None:
+            return
+        assert self.plan is not None and self.plan == memory.plan
+        self.live = {entry.order: entry for entry in memory.entries if entry.order in memory.live}
+        for stop in memory.stops:
+            self._bank.add(stop)
+        shapes = self.plan
+        self.program = plans.program_of(
+            self.model, shapes.cache, logprobs=shapes.logprobs, backend=shapes.backend, share=shapes.share
+        )
+        self.state = state.replace(automata=jnp.asarray(self._bank.table()))
+        self._table = self._bank.shape, len(self._bank)
+
+    def _rows(self, entries: Sequence[Entry]) -> Rows:
+        assert self.plan is not None
+        requests = [entry.request for entry in entries]
+        sampler = sampling.pack(
+            [request.params for request in requests],
+            eos=self.model.eos,
+            seed=self.seed,
+            requests=[request.index for request in requests],
+            samples=[request.sample for request in requests],
+            shape=(self.plan.biases, self.plan.stops),
+        )
+        items = [
+            Item(
+                order=entry.order,
+                tokens=entry.tokens,
+                prompt=len(entry.request.prompt),
+                limit=entry.request.length,
+                automaton=self._bank.add(entry.request.params.stop),
+                stop_state=entry.stop_state,
+                root=prefix.namespace(entry.request.salt),
+                pins=entry.request.pins,
+                hit=entry.hit,
+                preempted=entry.preempted,
+                logprobs=entry.logprobs,
+            )
+            for entry in entries
+        ]
+        cache = self.plan.cache
+        return table.pack(items, sampler, cache.slots, cache.capacity, self.plan.logprobs)
+
+    def statistics(self) -> dict[str, int]:
+        """The counters of a `Report`."""
+        if self.state is None:
+            return dict(self._before)
+        stats = self.state.stats
+        return {name: self._before[name] + int(getattr(stats, name)) for name in _STATISTICS}
+
+
+_STATISTICS = ("computed", "hit", "preempted", "evicted")
+_STALE = ((0, 0, 0), 0)  # of a table that the device has to be given again
+
+
+class _Bank(AutomatonBank):
+    """An AutomatonBank that can be full.
+
+    Attributes:
+      sets: of stop strings, in the order of their ids.
+    """
+
+    def __init__(self, token_bytes: Sequence[bytes], least: tuple[int, int, int] = (1, 1, 1)):
+        """`least`: the shape of the table before, which this one keeps, and with it the program, if it can."""
+        super().__init__(token_bytes)
+        self.sets: list[frozenset[str]] = [frozenset()]
+        self._least = least
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        own, (automata, states, _) = super().shape, self._least
+        padded = max(own[0], automata), max(own[1], states), own[2]
+        width = 1 if padded[1] <= 2**7 else 2 if padded[1] <= 2**15 else 4
+        return padded if width * math.prod(padded) <= self.max_bytes else own
+
+    def add(self, stop_set: Iterable[str]) -> int:
+        stop = frozenset(stop_set)
+        number = super().add(stop)
+        if number == len(self.sets):
+            self.sets.append(stop)
+        return number
+
+    def takes(self, stop_set: Iterable[str]) -> bool:
+        """Adds a set if there is room for it; whether it is in the table."""
+        try:
+            self.add(stop_set)
+        except RequestError:
+            return False
+        return True
+
+
+class _Pace:
+    """Chooses how many steps a segment has, from how long the last one took."""
+
+    def __init__(self, seconds: float):
+        self.seconds = seconds
+        self.begin_again()
+
+    def begin_again(self) -> None:
+        self.step, self.steps, self._warm = 0, 4, False
+
+    def __enter__(self) -> None:
+        self._began, self._before = time.monotonic(), self.step
+
+    def __exit__(self, *_: object) -> None:
+        done, elapsed = self.step - self._before, time.monotonic() - self._began
+        if self._warm and done > 0:  # the first segment compiles
+            self.steps = max(1, min(1024, round(self.seconds * done / elapsed)))
+        self._warm = True
 
 
 def run(
-    model: Model, requests: Sequence[Request], options: Options, *, seed: int = 0, follow: bool = False
+    model: Model,
+    requests: Iterable[Request],
+    options: Options,
+    *,
+    seed: int = 0,
+    follow: bool = False,
 ) -> Iterator[Report]:
     """Generates all requests; yields a report after every segment.
 
     Args:
       model: the model.
-      requests: in the order in which they start.
+      requests: in the order in which they start; any iterable, read as the job goes on.
       options: how.
       seed: the job's, for requests without one.
       follow: whether reports hold the tokens of running requests.
 
     Raises:
-      RequestError: a request can never be served; nothing has run then.
+      RequestError: a request can never be served. Of the first `AHEAD` requests nothing has run then.
     """
-    if not requests:
-        return
-    config = plan_cache(model, requests, options)
-    for request in requests:
-        check(config, request, model.config.context)
-    bank = AutomatonBank(model.token_bytes)
-    automata = [bank.add(request.params.stop) for request in requests]
-    program, state = _start(model, config, requests, bank, options)
-    packed = packed_tokens(config.slots, requests, options)
-    widths = (state.sampler.bias_ids.shape[1], state.sampler.stop_ids.shape[1])
+    yield from drive(Job(model, options, seed=seed), requests, follow=follow)
 
-    waiting = collections.deque(_Entry(i, request, request.prompt) for i, request in enumerate(requests))
-    slots: list[_Entry | None] = [None] * config.slots
-    preempted, steps, clock = 0, 4, _Clock(options.segment_seconds)
-    look = _look(config, state)
-    while waiting or any(slots):
-        entering = _enter(config, waiting, slots, look.free_pages)
-        if entering:
-            state = engine.admit(state, _admission(model, config, entering, automata, seed, widths))
-            for slot, entry in entering:
-                slots[slot] = entry
-        # With work waiting, come back once an eighth of the slots is free: a refill costs a mixed step.
-        leave = config.slots - max(1, config.slots // 8) if waiting else 0
-        busy = sum(entry is not None for entry in slots)
-        with clock:
-            state = engine.run(
-                program, model.params, state, jnp.int32(steps), jnp.int32(min(leave, busy - 1)), packed=packed
-            )
-            look = _look(config, state)
-        steps = clock.next_steps(look.step)
-        finished, running = [], []
-        for slot, held in enumerate(slots):
-            if held is None:
-                continue
-            status = int(look.status[slot])
-            if status == RUNNING and not follow:
-                continue
-            output = _output(look, slot, held, status)
-            if status == RUNNING:
-                running.append(output)
-                continue
-            slots[slot] = None
-            if status == PREEMPTED:
-                preempted += 1
-                tokens = held.request.prompt + output.tokens
-                again = _Entry(held.order, held.request, tokens, int(look.stop_state[slot]), output.logprobs or ())
-                waiting = collections.deque(sorted([*waiting, again], key=lambda e: e.order))
+
+def drive(job: Job, requests: Iterable[Request], *, follow: bool = False) -> Iterator[Report]:
+    """Runs a job until it and the requests are at their end."""
+    source = iter(requests)
+    ahead: collections.deque[Request] = collections.deque()
+    exhausted = False
+    while True:
+        while not exhausted and len(ahead) < (AHEAD if job.plan is None else job.room):
+            request = next(source, None)
+            if request is None:
+                exhausted = True
             else:
-                finished.append(output)
-        yield Report(tuple(finished), tuple(running), len(waiting), look.computed, preempted)
+                job.check(request)
+                ahead.append(request)
+        if job.plan is None and ahead:
+            job.plan = plans.plan(job.model, list(ahead), job.options)
+        for _ in range(min(job.room, len(ahead))):
+            job.add(ahead.popleft())
+        if not job.unfinished:
+            return
+        yield job.advance(follow=follow, more=bool(ahead) or not exhausted)
 
 
-class _Clock:
-    """Chooses how many steps a segment has, from how long the last one took."""
-
-    def __init__(self, seconds: float):
-        self.seconds, self.step, self.elapsed, self.warm = seconds, 0, 0.0, False
-
-    def __enter__(self) -> None:
-        self.began = time.monotonic()
-
-    def __exit__(self, *_: object) -> None:
-        self.elapsed = time.monotonic() - self.began
-
-    def next_steps(self, step: int) -> int:
-        done, self.step = step - self.step, step
-        first, self.warm = not self.warm, True
-        if first or done == 0:  # the first segment compiles
-            return 4
-        return max(1, min(1024, round(self.seconds * done / self.elapsed)))
+@jax.jit
+def _every_row(state: EngineState) -> Rows:
+    return table.look(state.requests, jnp.arange(state.requests.status.shape[0], dtype=jnp.int32))
 
 
-def program_of(model: Model, cache: CacheConfig, *, logprobs: int | None = None, backend: str = "xla") -> Program:
-    """The static part of a loop that runs this model over such a cache; see `kvjax.state.Program`."""
-    family = model.family
-    return Program(
-        family.forward, family.unembed, model.config, model.config.width, model.dtype, cache, logprobs, backend
+def _batched(items: Sequence[int], size: int) -> Iterator[Sequence[int]]:
+    return (items[i : i + size] for i in range(0, len(items), size))
+
+
+def _output(rows: Rows, i: int, request: Request) -> Output:
+    start, known = len(request.prompt), int(rows.known[i])
+    return Output(
+        request=request,
+        tokens=tuple(rows.tokens[i, start:known].tolist()),
+        finish_reason=_REASONS.get(int(rows.status[i])),
+        logprobs=_logprobs(request, _of_output(rows, i, request)),
+        cached_tokens=int(rows.hit[i]),
+        preempted=int(rows.preempted[i]),
     )
 
 
-def _start(
-    model: Model, config: CacheConfig, requests: Sequence[Request], bank: AutomatonBank, options: Options
-) -> tuple[Program, EngineState]:
-    params = [request.params for request in requests]
-    asked = [p.logprobs for p in params if p.logprobs is not None]
-    program = program_of(model, config, logprobs=max(asked, default=None), backend=options.backend)
-    biases, stops = sampling.widths(params, model.eos)
-    penalties = len(model.token_bytes) if any(p.penalizes for p in params) else None
-    state = engine_state.init(program, jnp.asarray(bank.table()), biases=biases, stops=stops, penalties=penalties)
-    return program, state
+def _of_output(rows: Rows, i: int, request: Request) -> tuple[np.ndarray, ...] | None:
+    """The row's log-probabilities, as arrays."""
+    if rows.logprobs is None:
+        return None
+    return tuple(np.asarray(array[i, len(request.prompt) : int(rows.known[i])]) for array in rows.logprobs)
 
 
-def packed_tokens(slots: int, requests: Sequence[Request], options: Options) -> int:
-    """T of a mixed step: enough for the first prompts at once, a power of two, more than one token a slot."""
-    prompts = sum(len(request.prompt) for request in requests[:slots])
-    return max(2 * slots, min(options.packed, max(64, _power_of_two(prompts))))
-
-
-def _enter(
-    config: CacheConfig, waiting: collections.deque[_Entry], slots: Sequence[_Entry | None], free_pages: int
-) -> list[tuple[int, _Entry]]:
-    """Takes from the queue, in order, what finds a slot and pages for the tokens that it holds and one more."""
-    entering = []
-    for slot, taken in enumerate(slots):
-        if taken is not None or not waiting:
-            continue
-        pages = -(-(len(waiting[0].tokens) + 1) // config.rows)
-        if pages > free_pages:
-            break
-        free_pages -= pages
-        entering.append((slot, waiting.popleft()))
-    return entering
-
-
-def _admission(
-    model: Model,
-    config: CacheConfig,
-    entering: Sequence[tuple[int, _Entry]],
-    automata: Sequence[int],
-    seed: int,
-    widths: tuple[int, int],
-) -> Admission:
-    entries = [entry for _, entry in entering]
-    rows = sampling.pack(
-        [entry.request.params for entry in entries],
-        eos=model.eos,
-        seed=seed,
-        requests=[entry.request.index for entry in entries],
-        samples=[entry.request.sample for entry in entries],
-        shape=widths,
-    )
-    return engine_state.admission(
-        config,
-        [entry.tokens for entry in entries],
-        [entry.request.length for entry in entries],
-        rows,
-        slots=[slot for slot, _ in entering],
-        prompts=[len(entry.request.prompt) for entry in entries],
-        order=[entry.order for entry in entries],
-        automata=[automata[entry.order] for entry in entries],
-        stop_states=[entry.stop_state for entry in entries],
-    )
-
-
-@dataclasses.dataclass(frozen=True)
-class _Look:
-    """Host copies of what the driver reads of a state."""
-
-    status: np.ndarray
-    known: np.ndarray
-    stop_state: np.ndarray
-    tokens: np.ndarray
-    logprobs: Any
-    free_pages: int
-    step: int
-    computed: int
-
-
-def _look(config: CacheConfig, state: EngineState) -> _Look:
-    slots = state.slots
-    read = slots.status, slots.known, slots.stop_state, slots.tokens, slots.logprobs, engine.cached(state)
-    # Copies: on the CPU a view would alias the buffer that the next segment overwrites.
-    status, known, stop_state, tokens, logprobs, cached = jax.tree.map(np.array, read)
-    free = min(int(group.pool.height) for group in state.cache.groups)
-    # Running prompts take pages chunk by chunk: what they have yet to take is not free for others.
-    owed = np.where(status == RUNNING, -(-(known + 1) // config.rows) - -(-cached // config.rows), 0).sum()
-    return _Look(status, known, stop_state, tokens, logprobs, free - int(owed), int(state.step), int(state.computed))
-
-
-def _output(look: _Look, slot: int, entry: _Entry, status: int) -> Output:
-    request, known = entry.request, int(look.known[slot])
-    tokens = tuple(look.tokens[slot, len(request.prompt) : known].tolist())
-    reason = {STOPPED: "stop", RUNNING: None, PREEMPTED: None, IDLE: None}.get(status, "length")
-    return Output(request, tokens, reason, _logprobs(look, slot, entry, known))
-
-
-def _logprobs(look: _Look, slot: int, entry: _Entry, known: int) -> tuple[TokenLogprob, ...] | None:
-    top = entry.request.params.logprobs
+def _logprobs(request: Request, arrays: tuple[np.ndarray, ...] | None) -> tuple[TokenLogprob, ...] | None:
+    top = request.params.logprobs
     if top is None:
         return None
-    chosen, ids, values = (array[slot, len(entry.tokens) : known] for array in look.logprobs)
-    new = [
+    if arrays is None:
+        return ()
+    return tuple(
         TokenLogprob(float(c), dict(zip(i[:top].tolist(), v[:top].tolist(), strict=True)))
-        for c, i, v in zip(chosen, ids, values, strict=True)
-    ]
-    return (*entry.logprobs, *new)
+        for c, i, v in zip(*arrays, strict=True)
+    )
+
+
+def _entry(rows: Rows, i: int, before: Entry) -> Entry:
+    return dataclasses.replace(
+        before,
+        tokens=tuple(rows.tokens[i, : int(rows.known[i])].tolist()),
+        stop_state=int(rows.stop_state[i]),
+        hit=int(rows.hit[i]),
+        preempted=int(rows.preempted[i]),
+        logprobs=_of_output(rows, i, before.request),
+    )
+
+
+def _ended(output: Output) -> tuple[Entry, str]:
+    """The inverse of `_held`; the order is gone."""
+    request, logprobs = output.request, None
+    if output.logprobs is not None:
+        count, top = len(output.logprobs), request.params.logprobs or 0
+        logprobs = (
+            np.asarray([entry.chosen for entry in output.logprobs], np.float32),
+            np.asarray([list(entry.top) for entry in output.logprobs], np.int32).reshape(count, top),
+            np.asarray([list(entry.top.values()) for entry in output.logprobs], np.float32).reshape(count, top),
+        )
+    tokens = request.prompt + output.tokens
+    entry = Entry(-1, request, tokens, hit=output.cached_tokens, preempted=output.preempted, logprobs=logprobs)
+    return entry, output.finish_reason or ""
+
+
+def _held(entry: Entry, reason: str = "cancelled") -> Output:
+    """The output of a request that has ended, by default because it was cancelled before it reached the device."""
+    request = entry.request
+    return Output(
+        request,
+        entry.tokens[len(request.prompt) :],
+        reason,
+        _logprobs(request, entry.logprobs),
+        entry.hit,
+        entry.preempted,
+    )

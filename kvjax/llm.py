@@ -5,20 +5,22 @@ from __future__ import annotations
 import codecs
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from kvjax import job, stops
+from kvjax.cache_control import pins, without_marks
 from kvjax.checkpoints.place import load_params
 from kvjax.checkpoints.resolve import open_checkpoint
 from kvjax.errors import ModelError, RequestError
-from kvjax.job import Model, Options, Output, Report, Request, TokenLogprob
+from kvjax.job import Output, Report, TokenLogprob
 from kvjax.models import FAMILIES, family_of
 from kvjax.pallas_kernels import LAYOUTS
 from kvjax.pallas_kernels.paged_attention import BACKENDS
+from kvjax.plans import Model, Options, Request
 from kvjax.sampling_params import SamplingParams
 from kvjax.sharding import param_sharding
 from kvjax.tokenizer import Tokenizer
@@ -35,14 +37,17 @@ class Sample:
     Attributes:
       text: without special tokens, and without the stop string that ended it.
       tokens: generated token ids, the stop token and the tokens of the stop string included.
-      finish_reason: "stop" (a stop token or string) or "length".
+      finish_reason: "stop" (a stop token or string), "length", or "too_long": the memory for K and V cannot hold the
+        request, or what it had become, even alone.
       logprobs: one entry per token, when asked for.
+      cached_tokens: tokens of the prompt that were not computed, because another request with the same beginning had.
     """
 
     text: str
     tokens: tuple[int, ...]
     finish_reason: str
     logprobs: tuple[TokenLogprob, ...] | None = None
+    cached_tokens: int = dataclasses.field(default=0, compare=False)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,26 +105,40 @@ class LLM:
         """
         if isinstance(prompt, str):
             ids = self.tokenizer.encode(prompt)
-        elif isinstance(prompt, Sequence) and prompt and all(isinstance(m, Mapping) for m in prompt):
-            ids = self.tokenizer.encode(self.tokenizer.apply_chat_template(prompt), add_special_tokens=False)  # type: ignore[arg-type]
+        elif _is_conversation(prompt):
+            ids = self._encode_messages(prompt)  # type: ignore[arg-type]
         else:
             ids = _token_ids(prompt, self.model.config.vocab)
         if not ids:
             raise RequestError("The prompt is empty: give at least one token.")
         return tuple(ids)
 
-    def requests(self, prompt: Prompt, params: SamplingParams, index: int = 0) -> list[Request]:
-        """The n requests of a prompt, checked. Raises RequestError for what can never be served."""
+    def _encode_messages(self, messages: Sequence[Message]) -> list[int]:
+        text = self.tokenizer.apply_chat_template(without_marks(messages))
+        return self.tokenizer.encode(text, add_special_tokens=False)
+
+    def requests(self, prompt: Prompt, params: SamplingParams, index: int = 0, *, salt: str = "") -> list[Request]:
+        """The n requests of a prompt, checked. Raises RequestError for what can never be served.
+
+        Args:
+          prompt: text, token ids or a conversation, whose messages may carry `cache_control` (kvjax.cache_control).
+          params: sampling parameters.
+          index: number of the prompt in its job.
+          salt: only requests of equal salt share the K and V of equal beginnings.
+        """
         params.validate(self.model.config.vocab)
+        if not isinstance(salt, str):
+            raise RequestError(f"cache_salt is {salt!r}: give a text.")
         ids = self.encode(prompt)
+        pinned = pins(prompt, self._encode_messages) if _is_conversation(prompt) else (0, 0)  # type: ignore[arg-type]
         if len(ids) + params.max_new_tokens > self.context:
             raise RequestError(
                 f"The prompt's {len(ids)} tokens and max_new_tokens {params.max_new_tokens} exceed the context of "
                 f"{self.context} tokens: shorten the prompt or lower max_new_tokens."
             )
-        return [Request(index, sample, ids, params) for sample in range(params.n)]
+        return [Request(index, sample, ids, params, salt, pinned) for sample in range(params.n)]
 
-    def run(self, requests: Sequence[Request], *, seed: int = 0, follow: bool = False) -> Iterator[Report]:
+    def run(self, requests: Iterable[Request], *, seed: int = 0, follow: bool = False) -> Iterator[Report]:
         """Runs a job; see `kvjax.job.run`."""
         return job.run(self.model, requests, self.options, seed=_seed(seed), follow=follow)
 
@@ -129,6 +148,7 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         seed: int = 0,
+        cache_salt: str = "",
         on_report: Callable[[Report], None] | None = None,
         **sampling: Any,
     ) -> Any:
@@ -138,6 +158,7 @@ class LLM:
           prompts: a prompt (text, token ids, or a conversation), or a list of prompts.
           params: sampling parameters for all prompts, or one per prompt. Default: greedy, up to 256 tokens.
           seed: of the job; request i draws from (seed, i) unless its parameters have a seed of their own.
+          cache_salt: prompts share the K and V of equal beginnings with those of the same salt only.
           on_report: called with every `Report`, about once a second.
           **sampling: fields of SamplingParams, instead of `params`.
 
@@ -149,24 +170,71 @@ class LLM:
         """
         single, seed = _is_prompt(prompts), _seed(seed)
         items: list[Prompt] = [prompts] if single else list(prompts)
-        requests = [
-            request
-            for index, (prompt, p) in enumerate(zip(items, _params_of(params, sampling, len(items)), strict=True))
-            for request in self.requests(prompt, p, index)
+        each = params_of(params, sampling, len(items))
+        groups = [
+            self.requests(prompt, p, index, salt=cache_salt)
+            for index, (prompt, p) in enumerate(zip(items, each, strict=True))
         ]
-        samples: dict[tuple[int, int], Sample] = {}
-        for report in self.run(requests, seed=seed):
-            for output in report.finished:
-                samples[output.request.index, output.request.sample] = self.sample_of(output)
+        found = [completion for _, completion in self._completions(groups, seed, True, on_report)]
+        return found[0] if single else found
+
+    def completions(
+        self,
+        prompts: Iterable[Prompt],
+        params: SamplingParams | None = None,
+        *,
+        ordered: bool = True,
+        seed: int = 0,
+        cache_salt: str = "",
+        on_report: Callable[[Report], None] | None = None,
+        **sampling: Any,
+    ) -> Iterator[tuple[int, Completion]]:
+        """Yields (index, Completion) of many prompts while the job runs.
+
+        The prompts may come from a generator: they are read as there is room for them, and a job of any length needs
+        the memory of what runs alone, and, where results are ordered, of those that wait for an earlier one.
+
+        Args:
+          prompts: texts, token ids or conversations.
+          params: sampling parameters for all.
+          ordered: in the order of the prompts; else as they finish.
+          seed: as in `generate`, like the other arguments.
+
+        Raises:
+          RequestError: a prompt or parameter that can never be served; at the first `next` for the first 4,096
+            prompts, before anything has run.
+        """
+        (p,) = params_of(params, sampling, 1)
+        groups = (self.requests(prompt, p, index, salt=cache_salt) for index, prompt in enumerate(prompts))
+        return self._completions(groups, _seed(seed), ordered, on_report)
+
+    def _completions(
+        self,
+        groups: Iterable[list[Request]],
+        seed: int,
+        ordered: bool,
+        on_report: Callable[[Report], None] | None,
+    ) -> Iterator[tuple[int, Completion]]:
+        """The n requests of each prompt → its completion, once all n are there."""
+        samples: dict[int, dict[int, Sample]] = {}
+        done: dict[int, Completion] = {}
+        following = 0
+        for report in self.run((request for group in groups for request in group), seed=seed):
             if on_report:
                 on_report(report)
-        by_prompt: list[list[Request]] = [[] for _ in items]
-        for request in requests:
-            by_prompt[request.index].append(request)
-        completions = [
-            Completion(group[0].prompt, tuple(samples[r.index, r.sample] for r in group)) for group in by_prompt
-        ]
-        return completions[0] if single else completions
+            for output in report.finished:
+                request = output.request
+                found = samples.setdefault(request.index, {})
+                found[request.sample] = self.sample_of(output)
+                if len(found) == request.params.n:
+                    del samples[request.index]
+                    done[request.index] = Completion(request.prompt, tuple(found[i] for i in range(request.params.n)))
+            if not ordered:
+                yield from sorted(done.items())
+                done.clear()
+            while following in done:
+                yield following, done.pop(following)
+                following += 1
 
     def stream(
         self,
@@ -182,7 +250,7 @@ class LLM:
         A piece never splits a character, and never holds the beginning of a stop string that is then cut off.
         Arguments and errors as in `generate`; the prompt is checked at once, not at the first piece.
         """
-        (p,) = _params_of(params, sampling, 1)
+        (p,) = params_of(params, sampling, 1)
         if p.n != 1:
             raise RequestError(f"n is {p.n}, and a stream has one sample: use generate for several.")
         return self._stream(self.requests(prompt, p), p, _seed(seed), on_report)
@@ -194,42 +262,60 @@ class LLM:
         seed: int,
         on_report: Callable[[Report], None] | None,
     ) -> Iterator[str]:
-        utf8, raw, done, sent = codecs.getincrementaldecoder("utf-8")("replace"), "", 0, 0
+        pieces = Pieces(self, params)
         options = dataclasses.replace(self.options, segment_seconds=0.15)  # a few pieces a second
         for report in job.run(self.model, requests, options, seed=seed, follow=True):
             for output in (*report.running, *report.finished):
-                raw += utf8.decode(self._bytes(output.tokens[done:]))
-                done = len(output.tokens)
-                hidden = self._stripped(raw)
-                text, safe = raw[hidden:], len(raw) - hidden - stops.held(raw, params.stop)
-                if output.finish_reason:
-                    text = self.sample_of(output).text
-                    safe = len(text)
-                if safe > sent:
-                    yield text[sent:safe]
-                    sent = safe
+                if piece := pieces.take(output):
+                    yield piece
             if on_report:
                 on_report(report)
 
     def sample_of(self, output: Output) -> Sample:
         """A finished output with its text, cut before the stop string that ended it."""
         params = output.request.params
-        raw = self._bytes(output.tokens).decode(errors="replace")
-        hidden = self._stripped(raw)
+        raw = self.text_bytes(output.tokens).decode(errors="replace")
+        hidden = self.stripped(raw)
         if params.stop:  # matched where the device matched it: before a leading space is stripped
-            exempt = len(self._bytes(output.tokens[: params.min_new_tokens]).decode(errors="replace"))
+            exempt = len(self.text_bytes(output.tokens[: params.min_new_tokens]).decode(errors="replace"))
             raw, _ = stops.cut(raw, params.stop, exempt)
-        return Sample(raw[hidden:], output.tokens, output.finish_reason or "", output.logprobs)
+        reason = output.finish_reason or ""
+        return Sample(raw[hidden:], output.tokens, reason, output.logprobs, output.cached_tokens)
 
-    def _bytes(self, tokens: Sequence[int]) -> bytes:
+    def text_bytes(self, tokens: Sequence[int]) -> bytes:
+        """What tokens add to a text, in UTF-8 unless a character is cut."""
         return b"".join(self.model.token_bytes[token] for token in tokens)
 
-    def _stripped(self, raw: str) -> int:
+    def stripped(self, raw: str) -> int:
         """Characters at the beginning of a text that the tokenizer does not show: SentencePiece's first space."""
         return int(self.tokenizer.strips_space and raw.startswith(" "))
 
     def __repr__(self) -> str:
         return f"LLM({self.description or self.model.family.name}, context={self.context})"
+
+
+class Pieces:
+    """Turns the growing output of a request into pieces of text that never have to be taken back.
+
+    A piece never splits a character, and never holds the beginning of a stop string that is then cut off.
+    """
+
+    def __init__(self, llm: LLM, params: SamplingParams):
+        self._llm, self._stop = llm, params.stop
+        self._utf8, self._raw = codecs.getincrementaldecoder("utf-8")("replace"), ""
+        self._done = self._sent = 0
+
+    def take(self, output: Output) -> str:
+        """The text that an output has more than at the last call, as far as it is sure."""
+        self._raw += self._utf8.decode(self._llm.text_bytes(output.tokens[self._done :]))
+        self._done = len(output.tokens)
+        hidden = self._llm.stripped(self._raw)
+        text, safe = self._raw[hidden:], len(self._raw) - hidden - stops.held(self._raw, self._stop)
+        if output.finish_reason:
+            text = self._llm.sample_of(output).text
+            safe = len(text)
+        begin, self._sent = self._sent, max(self._sent, safe)
+        return text[begin:safe]
 
 
 def load(
@@ -252,7 +338,7 @@ def load(
       kv_dtype: of the cached K and V; as `dtype` when None.
       mesh: devices with axes named as in `kvjax.sharding`; parameters go straight onto it.
       layers: "unrolled" runs faster, "scanned" compiles one layer only.
-      **options: fields of `kvjax.job.Options`: slots, rows, kv_bytes, packed.
+      **options: fields of `kvjax.plans.Options`: slots, kv_bytes, share_prefixes, ...
 
     Raises:
       ModelError: the checkpoint cannot be loaded; the sentence says why and what to do.
@@ -292,7 +378,16 @@ def _options(fields: Mapping[str, Any]) -> Options:
         if name not in known:
             raise ModelError(f"load does not take {name}: the options are {', '.join(sorted(known))}.")
         default = getattr(Options, name)
-        if isinstance(default, int) and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+        if name in ("queue", "refill", "prefix_ttl") and value is None:
+            continue
+        if isinstance(default, bool):
+            if not isinstance(value, bool):
+                raise ModelError(f"{name} is {value!r}: give True or False.")
+        elif name == "prefix_ttl":
+            default = 0.0
+        elif name in ("queue", "refill"):
+            default = 1
+        if type(default) is int and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
             raise ModelError(f"{name} is {value!r}: give a whole number of at least 1.")
         if isinstance(default, float) and (not isinstance(value, int | float) or not 0 < value < math.inf):
             raise ModelError(f"{name} is {value!r}: give a number of seconds over 0.")
@@ -333,6 +428,15 @@ def _is_prompt(prompts: Any) -> bool:
     return isinstance(first, Mapping) or (hasattr(first, "__index__") and getattr(first, "ndim", 0) == 0)
 
 
+def _is_conversation(prompt: Any) -> bool:
+    return (
+        isinstance(prompt, Sequence)
+        and not isinstance(prompt, str)
+        and bool(prompt)
+        and all(isinstance(message, Mapping) for message in prompt)
+    )
+
+
 def _has_length(value: Any) -> bool:
     try:
         return len(value) >= 0
@@ -353,7 +457,8 @@ def _token_ids(prompt: Any, vocab: int) -> list[int]:
     return ids
 
 
-def _params_of(params: Any, fields: Mapping[str, Any], count: int) -> list[SamplingParams]:
+def params_of(params: Any, fields: Mapping[str, Any], count: int) -> list[SamplingParams]:
+    """One SamplingParams for each of `count` prompts, given as one, as a list, or as fields. Raises RequestError."""
     if params is None:
         return [SamplingParams.from_dict(fields)] * count
     if fields:

@@ -13,9 +13,9 @@ class PagePool(struct.PyTreeNode):
     Attributes:
       free: (P,) int32 stack of free pages; free[:height] counts, the rest is stale.
       height: () int32 number of free pages.
-      refs: (P,) int32 owners of each page; 0 when free.
-      last_use: (P,) int32 step at which each page was last taken or shared, for least-recently-used eviction.
-      claim: (P,) int32 scratch that lets `release` count a page once that several owners give back in one call.
+      refs: (P,) int32 owners of each page, slots and the prefix index; 0 when free.
+      last_use: (P,) int32 step at which each page last gained or lost an owner, for least-recently-used eviction.
+      claim: (P,) int32 scratch that tells one of several entries naming the same page from the others.
     """
 
     free: jax.Array
@@ -60,17 +60,33 @@ def share(pool: PagePool, page: jax.Array, step: jax.Array) -> PagePool:
     return pool.replace(refs=refs, last_use=pool.last_use.at[page].set(step, mode="drop"))
 
 
-def release(pool: PagePool, page: jax.Array) -> PagePool:
-    """Takes an owner from each page of (W,) int32 and stacks those left without; P is skipped.
+def leave(pool: PagePool, page: jax.Array) -> tuple[PagePool, jax.Array]:
+    """Takes an owner from each page of (W,) int32; P is skipped, a page named twice loses two owners.
 
-    A page may stand several times (several owners end in one step): it loses as many owners, and is stacked once.
+    Returns:
+      The pool, where a page without owners is not stacked yet, and (W,) bool: the entry, one per page, that saw its
+      page lose the last owner.
     """
     P, W = pool.free.shape[0], page.shape[0]
     refs = pool.refs.at[page].add(-1, mode="drop")
     index = jnp.arange(W, dtype=jnp.int32)
     claim = pool.claim.at[page].set(index, mode="drop")
     # Whichever duplicate wrote last holds the claim; exactly one of them sees its own index.
-    freed = (page < P) & (refs.at[page].get(mode="clip") == 0) & (claim.at[page].get(mode="clip") == index)
+    last = (page < P) & (refs.at[page].get(mode="clip") == 0) & (claim.at[page].get(mode="clip") == index)
+    return pool.replace(refs=refs, claim=claim), last
+
+
+def release(pool: PagePool, page: jax.Array, step: jax.Array) -> PagePool:
+    """Takes an owner from each page of (W,) int32 and stacks those left without; P is skipped.
+
+    A page may stand several times (several owners end in one step): it loses as many owners, and is stacked once.
+    `step` is recorded as the last use of those that have owners left.
+    """
+    P = pool.free.shape[0]
+    pool, freed = leave(pool, page)
     place = jnp.where(freed, pool.height + jnp.cumsum(freed, dtype=jnp.int32) - 1, P)
-    free = pool.free.at[place].set(page, mode="drop")
-    return pool.replace(free=free, height=pool.height + freed.sum(dtype=jnp.int32), refs=refs, claim=claim)
+    return pool.replace(
+        free=pool.free.at[place].set(page, mode="drop"),
+        height=pool.height + freed.sum(dtype=jnp.int32),
+        last_use=pool.last_use.at[page].set(step, mode="drop"),
+    )

@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import struct
 
 from kvjax import cache as kv_cache
-from kvjax import sampling
+from kvjax import prefix
+from kvjax import requests as table
 from kvjax.cache import Cache, CacheConfig
-from kvjax.sampling import Logprobs, SamplerState
-
-IDLE, RUNNING, STOPPED, LENGTH, PREEMPTED = range(5)
-"""Status of a slot. STOPPED: a stop token or stop string came. LENGTH: the token limit was reached. PREEMPTED: pages
-ran out and this was the newest request; its tokens so far are kept, its pages are gone."""
+from kvjax.prefix import PrefixIndex
+from kvjax.requests import Line, Requests
+from kvjax.sampling import Counts, no_counts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,6 +32,7 @@ class Program:
       cache: the cache's static shape.
       logprobs: None, or how many top log-probabilities are recorded beside the chosen token's.
       backend: attention backend.
+      share: whether prefixes are shared between requests.
     """
 
     forward: Callable[..., tuple[Any, jax.Array]]
@@ -44,32 +43,61 @@ class Program:
     cache: CacheConfig
     logprobs: int | None = None
     backend: str = "xla"
+    share: bool = True
 
 
 class Slots(struct.PyTreeNode):
     """The rows of the running batch.
 
     Attributes:
-      tokens: (B, S) int32 prompt, then output; S is the cache's capacity of a slot.
-      known: (B,) int32 how many of them are known. Those beyond the cached length are still to be computed.
-      prompt: (B,) int32 length of the prompt.
-      limit: (B,) int32 value of `known` at which the request ends, at most S.
-      status: (B,) int32, one of IDLE, RUNNING, STOPPED, LENGTH, PREEMPTED.
-      order: (B,) int32 admission number; the largest is the newest.
-      automaton: (B,) int32 which stop automaton watches the output.
-      stop_state: (B,) int32 its state.
-      logprobs: per position of `tokens`: chosen (B, S), top_ids and top_values (B, S, n); None when not recorded.
+      request: (B,) int32 row of each slot's request in the table; Q where the slot is idle.
+      counts: of the tokens that each has generated and seen; None when no request penalises repetition.
     """
 
-    tokens: jax.Array
-    known: jax.Array
-    prompt: jax.Array
-    limit: jax.Array
-    status: jax.Array
-    order: jax.Array
-    automaton: jax.Array
-    stop_state: jax.Array
-    logprobs: Logprobs | None
+    request: jax.Array
+    counts: Counts | None
+
+
+class Statistics(struct.PyTreeNode):
+    """What has happened so far; () int32 each.
+
+    Attributes:
+      computed: tokens passed through the model.
+      hit: tokens that were not, because another request had computed them.
+      preempted: how often a request had to give way because pages ran out.
+      evicted: pages of group 0 that the prefix index gave up.
+      copied: pages of group 0 that were copied before a write.
+    """
+
+    computed: jax.Array
+    hit: jax.Array
+    preempted: jax.Array
+    evicted: jax.Array
+    copied: jax.Array
+
+
+class Policy(struct.PyTreeNode):
+    """What the host asks of a segment; () int32 each. None of it changes a token of an output.
+
+    Attributes:
+      steps: most steps to run.
+      low: end early once fewer requests wait: the host has more. 0 where it has none.
+      refill: slots that have to be idle before waiting requests enter, so that prompts share steps; fewer suffice
+        where fewer wait, and where nothing runs.
+      clock: seconds since the job began.
+      ttl: seconds for which a prefix lives after its last use; `prefix.FOREVER` for no end.
+    """
+
+    steps: jax.Array
+    low: jax.Array
+    refill: jax.Array
+    clock: jax.Array
+    ttl: jax.Array
+
+
+def policy(steps: int, *, low: int = 0, refill: int = 1, clock: int = 0, ttl: int = prefix.FOREVER) -> Policy:
+    """A Policy of Python integers."""
+    return Policy(*(jnp.int32(value) for value in (steps, low, refill, clock, ttl)))
 
 
 class EngineState(struct.PyTreeNode):
@@ -77,144 +105,90 @@ class EngineState(struct.PyTreeNode):
 
     Attributes:
       cache: K/V pages, free pages, block tables.
-      slots: the running batch.
-      sampler: sampling parameters and token counts of each slot.
+      index: which pages can be shared; None where nothing is.
+      requests: all requests between submission and collection.
+      line: those that wait.
+      slots: those that run.
       automata: (A, X, V) stop automata lifted to tokens: automaton, state, token → state.
+      blocked: () bool whether the first in the line did not fit, and nothing was given back since.
       step: () int32 steps run so far.
-      computed: () int32 tokens passed through the model so far.
+      stats: counters.
     """
 
     cache: Cache
+    index: PrefixIndex | None
+    requests: Requests
+    line: Line
     slots: Slots
-    sampler: SamplerState
     automata: jax.Array
+    blocked: jax.Array
     step: jax.Array
-    computed: jax.Array
+    stats: Statistics
 
 
 def init(
-    program: Program, automata: jax.Array, *, biases: int = 1, stops: int = 1, penalties: int | None = None
+    program: Program,
+    automata: jax.Array,
+    *,
+    rows: int,
+    biases: int = 1,
+    stops: int = 1,
+    penalties: int | None = None,
 ) -> EngineState:
-    """An engine with idle slots.
+    """An engine without requests.
 
     Args:
       program: its static part.
       automata: (A, X, V), from `kvjax.stops`; automaton 0 never matches.
+      rows: Q, most requests between submission and collection, at least B.
       biases: width J of the logit-bias lists.
       stops: width Z of the stop-token lists.
       penalties: the vocabulary size when some request penalises repetition, else None.
     """
-    B, S = program.cache.slots, program.cache.capacity
-    slots = Slots(
-        tokens=jnp.zeros((B, S), jnp.int32),
-        logprobs=_no_logprobs(program.logprobs, B, S),
-        **{
-            name: jnp.zeros((B,), jnp.int32)
-            for name in ("known", "prompt", "limit", "status", "order", "automaton", "stop_state")
-        },
-    )
+    config = program.cache
+    index = prefix.init(config.pool_pages, config.rows, len(config.groups)) if program.share else None
+    counters = Statistics(*(jnp.int32(0) for _ in range(5)))
     return EngineState(
-        cache=kv_cache.init(program.cache),
-        slots=slots,
-        sampler=sampling.init(B, biases, stops, penalties),
+        cache=kv_cache.init(config),
+        index=index,
+        requests=table.init(rows, config.capacity, config.pages_per_slot, biases, stops, program.logprobs),
+        line=table.line(rows),
+        slots=Slots(jnp.full((config.slots,), rows, jnp.int32), no_counts(config.slots, penalties)),
         automata=jnp.array(automata),  # a copy: the state is donated, the caller's table is not
+        blocked=jnp.bool_(False),
         step=jnp.int32(0),
-        computed=jnp.int32(0),
+        stats=counters,
     )
 
 
-def _no_logprobs(top: int | None, B: int, S: int) -> Logprobs | None:
-    if top is None:
-        return None
-    return Logprobs(jnp.zeros((B, S)), jnp.zeros((B, S, top), jnp.int32), jnp.zeros((B, S, top)))
+# --- what a slot's request is --------------------------------------------------------------------------------
+def of_slots(state: EngineState, column: jax.Array) -> jax.Array:
+    """A column of the table, (Q, ...), for each slot: (B, ...). Idle slots get anyone's."""
+    return column.at[state.slots.request].get(mode="clip")
 
 
-class Admission(struct.PyTreeNode):
-    """Requests entering slots, A rows; a row whose slot is B or more is padding.
-
-    Attributes:
-      slots: (A,) int32 distinct slots, each not RUNNING.
-      tokens: (A, S) int32 prompt, then output from before a preemption.
-      known: (A,) int32.
-      prompt: (A,) int32.
-      limit: (A,) int32.
-      order: (A,) int32.
-      automaton: (A,) int32.
-      stop_state: (A,) int32.
-      sampler: rows as `sampling.pack` makes them.
-    """
-
-    slots: jax.Array
-    tokens: jax.Array
-    known: jax.Array
-    prompt: jax.Array
-    limit: jax.Array
-    order: jax.Array
-    automaton: jax.Array
-    stop_state: jax.Array
-    sampler: SamplerState
+def running(state: EngineState) -> jax.Array:
+    """(B,) bool: slots that compute."""
+    return state.slots.request < state.requests.status.shape[0]
 
 
-def admission(
-    config: CacheConfig,
-    tokens: Sequence[Sequence[int]],
-    limits: Sequence[int],
-    sampler: SamplerState,
-    *,
-    slots: Sequence[int] | None = None,
-    prompts: Sequence[int] | None = None,
-    order: Sequence[int] | None = None,
-    automata: Sequence[int] | None = None,
-    stop_states: Sequence[int] | None = None,
-) -> Admission:
-    """Rows for `admit`, made on the host and padded to B so that one compilation serves any number of them.
-
-    Args:
-      config: of the cache that they enter.
-      tokens: what each of at least one, at most B requests holds: its prompt, then output from before a preemption.
-      limits: number of tokens, prompt and output, at which each ends; at most the capacity of a slot.
-      sampler: rows as `sampling.pack` makes them, one per request.
-      slots: where they go; 0, 1, ... where not given.
-      prompts: lengths of the prompts; all tokens where not given.
-      order: admission numbers; 0, 1, ... where not given.
-      automata: stop automaton of each; 0, which never matches, where not given.
-      stop_states: state of each automaton; 0 where not given.
-    """
-    n, B = len(tokens), config.slots
-    held = np.zeros((B, config.capacity), np.int32)
-    for row, ids in zip(held, tokens, strict=False):
-        row[: len(ids)] = ids
-
-    def column(values: Sequence[int] | None, otherwise: Sequence[int], padding: int = 0) -> jax.Array:
-        return jnp.asarray(np.asarray([*(otherwise if values is None else values), *[padding] * (B - n)], np.int32))
-
-    lengths, zeros = [len(ids) for ids in tokens], [0] * n
-    return Admission(
-        slots=column(slots, range(n), padding=B),
-        tokens=jnp.asarray(held),
-        known=column(lengths, ()),
-        prompt=column(prompts, lengths),
-        limit=column(limits, ()),
-        order=column(order, range(n)),
-        automaton=column(automata, zeros),
-        stop_state=column(stop_states, zeros),
-        sampler=jax.tree.map(lambda x: jnp.asarray(np.concatenate([x, np.repeat(x[:1], B - n, axis=0)])), sampler),
-    )
+def cached(state: EngineState) -> jax.Array:
+    """(B,) int32: tokens of each slot whose K and V are in the cache."""
+    return state.cache.groups[0].table.lengths
 
 
-def admit(state: EngineState, new: Admission) -> EngineState:
-    """Starts requests in the slots they name."""
+def known(state: EngineState) -> jax.Array:
+    """(B,) int32: known tokens of each slot's request; 0 for idle slots."""
+    return jnp.where(running(state), of_slots(state, state.requests.known), 0)
 
-    def put(old: jax.Array, value: jax.Array) -> jax.Array:
-        return old.at[new.slots].set(value, mode="drop")
 
-    columns = {
-        name: put(getattr(state.slots, name), getattr(new, name))
-        for name in ("tokens", "known", "prompt", "limit", "order", "automaton", "stop_state")
-    }
-    status = put(state.slots.status, jnp.full(new.slots.shape, RUNNING, jnp.int32))
-    history = sampling.History(new.tokens, new.prompt, new.known)
-    return state.replace(
-        slots=state.slots.replace(status=status, **columns),
-        sampler=sampling.admit(state.sampler, new.slots, new.sampler, history),
-    )
+def pending(state: EngineState) -> jax.Array:
+    """(B,) int32: known tokens of each running slot that are not in the cache yet. 1 means it decodes."""
+    return jnp.where(running(state), known(state) - cached(state), 0)
+
+
+def with_status(state: EngineState, slots: jax.Array, status: jax.Array) -> EngineState:
+    """Gives the requests of the slots in (B,) bool the status (B,) or () int32."""
+    row = jnp.where(slots, state.slots.request, state.requests.status.shape[0])
+    values = jnp.broadcast_to(status, row.shape)
+    return state.replace(requests=state.requests.replace(status=state.requests.status.at[row].set(values, mode="drop")))

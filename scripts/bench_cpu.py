@@ -15,7 +15,6 @@ import argparse
 import contextlib
 import dataclasses
 import datetime
-import functools
 import importlib.metadata
 import json
 import os
@@ -61,36 +60,43 @@ def kvjax(model: str | None) -> Iterator[Session]:
 def kvjax_run(llm: Any, prompts: Prompts, most: int) -> Run:
     """Compiles, and gives the run of a batch."""
     import jax
-    import jax.numpy as jnp
 
-    from kvjax import SamplingParams, engine, job, sampling, state, stops
+    from kvjax import SamplingParams, engine, plans, requests, sampling, state, stops
 
     model, options = llm.model, dataclasses.replace(llm.options, slots=max(llm.options.slots, len(prompts)))
     params = SamplingParams(max_new_tokens=most, ignore_eos=True)
-    requests = [llm.requests(prompt, params, index)[0] for index, prompt in enumerate(prompts)]
-    config = job.plan_cache(model, requests, options)
-    program = job.program_of(model, config, backend=options.backend)
+    asked = [llm.requests(prompt, params, index)[0] for index, prompt in enumerate(prompts)]
+    shapes = plans.plan(model, asked, options)
     automata = stops.AutomatonBank(model.token_bytes).table()
-    biases, stop_ids = sampling.widths([params], model.eos)
-    B, lengths = config.slots, [len(prompt) for prompt in prompts]
-    packed = job.packed_tokens(B, requests, options)
-    run_steps = functools.partial(engine.run, program, model.params, packed=packed)
+    B, lengths = shapes.cache.slots, [len(prompt) for prompt in prompts]
 
-    def start(new_tokens: int) -> state.EngineState:
-        """An engine with every prompt admitted and none computed."""
-        limits = [length + new_tokens for length in lengths]
+    def start(new_tokens: int) -> tuple[Any, state.EngineState]:
+        """An engine with every prompt waiting and none computed."""
+        program, empty = plans.start(model, shapes, automata)
         rows = sampling.pack(
-            [params] * len(prompts), eos=model.eos, seed=0, requests=range(len(prompts)), shape=(biases, stop_ids)
+            [params] * len(prompts),
+            eos=model.eos,
+            seed=0,
+            requests=range(len(prompts)),
+            shape=(shapes.biases, shapes.stops),
         )
-        new = state.admission(config, prompts, limits, rows)
-        empty = state.init(program, jnp.asarray(automata), biases=biases, stops=stop_ids)
-        return jax.block_until_ready(engine.admit(empty, new))
+        items = [requests.Item(i, prompt, len(prompt), len(prompt) + new_tokens) for i, prompt in enumerate(prompts)]
+        new = requests.pack(items, rows, B, shapes.cache.capacity, shapes.logprobs)
+        return program, jax.block_until_ready(engine.submit(empty, new))
 
-    def advance(now: state.EngineState, steps: int) -> tuple[state.EngineState, float]:
+    def advance(program: Any, now: state.EngineState, steps: int) -> tuple[state.EngineState, float]:
         """The state after so many steps, and the seconds they took."""
         began = time.perf_counter()
-        now = jax.block_until_ready(run_steps(now, jnp.int32(steps), jnp.int32(0)))
-        return now, time.perf_counter() - began
+        now = engine.run(program, model.params, now, state.policy(steps), packed=shapes.packed)
+        return jax.block_until_ready(now), time.perf_counter() - began
+
+    def prefill(program: Any, now: state.EngineState) -> tuple[state.EngineState, float]:
+        """The state when every prompt is computed."""
+        seconds = 0.0
+        while int(now.line.count) or int(state.pending(now).max()) > 1:
+            now, took = advance(program, now, 1)
+            seconds += took
+        return now, seconds
 
     def generate() -> tuple[list[list[int]], float]:
         began = time.perf_counter()
@@ -98,19 +104,18 @@ def kvjax_run(llm: Any, prompts: Prompts, most: int) -> Run:
         return [list(completion.tokens) for completion in completions], time.perf_counter() - began
 
     llm.options = options
-    _, compile_s = advance(start(most), 0)
+    _, compile_s = advance(*start(most), 0)
     warm: list[float] = []
 
     def run(new_tokens: int) -> Timing:
-        now, prefill_s = advance(start(new_tokens), prompt_steps(lengths, packed))
-        if int(engine.pending(now).max()) > 1:
-            raise RuntimeError("kvjax's prompts are not done after the steps they should take.")
+        program, now = start(new_tokens)
+        now, prefill_s = prefill(program, now)
         # Rows whose prompts came first already decode while the last prompts are computed, and end first.
-        generated = (np.array(now.slots.known) - np.array(now.slots.prompt))[: len(prompts)]
+        generated = (np.array(now.requests.known) - np.array(now.requests.prompt))[: len(prompts)]
         full = max(0, new_tokens - int(generated.max()))
-        now, decode_s = advance(now, full)
-        now, rest_s = advance(now, new_tokens)
-        rows = np.array(now.slots.tokens)
+        now, decode_s = advance(program, now, full)
+        now, rest_s = advance(program, now, new_tokens)
+        rows = np.array(now.requests.tokens).reshape(-1, shapes.cache.capacity)
         tokens = [rows[i, n : n + new_tokens].tolist() for i, n in enumerate(lengths)]
         del now  # its cache, before `generate` makes another
         extra = {"compile_s": compile_s}
@@ -123,20 +128,6 @@ def kvjax_run(llm: Any, prompts: Prompts, most: int) -> Run:
         return Timing(prefill_s, decode_s, full * len(prompts), prefill_s + decode_s + rest_s, tokens, extra)
 
     return run
-
-
-def prompt_steps(lengths: Sequence[int], packed: int) -> int:
-    """Steps until every prompt is computed, as `engine.schedule` deals out `packed` tokens a step."""
-    steps, pending = 0, list(lengths)
-    while steps == 0 or max(pending) > 1:
-        left = packed - sum(tokens == 1 for tokens in pending)
-        for row, tokens in enumerate(pending):
-            if tokens > 1:
-                taken = min(tokens, left)
-                left -= taken
-                pending[row] = max(1, tokens - taken) if taken else tokens
-        steps += 1
-    return steps
 
 
 # --- one engine, in a process of its own --------------------------------------------------------------------------

@@ -13,8 +13,8 @@ import numpy as np
 from kvjax import job
 from kvjax.checkpoints.place import load_params
 from kvjax.checkpoints.resolve import open_checkpoint
-from kvjax.job import Model, Options, Request
 from kvjax.models import FAMILIES, family_of
+from kvjax.plans import Model, Options, Request
 from kvjax.sampling_params import SamplingParams
 
 GOLDENS = pathlib.Path(__file__).parent / "goldens"

@@ -10,6 +10,7 @@ import random
 import re
 import shutil
 import sys
+from typing import Any
 
 import golden_models
 import pytest
@@ -166,28 +167,28 @@ def test_bad_lines_get_records_and_the_others_go_on(llm, tmp_path):
 
 def test_a_cache_too_small_for_one_line_stops_that_line_only(llm, tmp_path):
     small = kvjax.LLM(llm.model, llm.tokenizer, dataclasses.replace(llm.options, kv_bytes=60_000))
-    _, records = run_lines(small, tmp_path, [{"prompt": "bado"}, {"prompt": "a", "max_new_tokens": 200}])
+    long = {"max_new_tokens": 200, "ignore_eos": True}
+    _, records = run_lines(small, tmp_path, [{"prompt": "bado"}, {"prompt": "a", **long}])
     assert records[0]["text"] == llm.generate("bado", max_new_tokens=6).text
-    assert "kv_bytes" in records[1]["error"]["message"]
+    assert records[1]["finish_reason"] == "too_long"
+    whole = llm.generate("a", **long)
+    assert records[1]["completion_tokens"] < len(whole.tokens)
+    assert whole.text.startswith(records[1]["text"])
 
 
-def test_a_full_table_of_stop_strings_ends_the_window(llm, tmp_path, monkeypatch):
-    limit = 2 * 4 * 320  # bytes: the empty set and another of up to 4 states
-    monkeypatch.setattr(AutomatonBank.__init__, "__defaults__", (limit,))
-    windows = []
-    generate = llm.run
-
-    def spy(requests, **options):
-        windows.append([request.index for request in requests])
-        return generate(requests, **options)
-
-    monkeypatch.setattr(llm, "run", spy)
-    stops = ["ab", "x" * 10, "cd", "ab"]
-    summary, records = run_lines(llm, tmp_path, [{"prompt": "bado", "stop": stop} for stop in stops])
-    assert records[1]["error"]["message"].startswith("stop ['xxxxxxxxxx'] would grow the table")
-    assert (windows, summary.errors) == ([[0], [2], [3]], 1)
-    assert [record.get("completion_tokens") for record in records] == [6, None, 6, 6]
-    assert len({record["text"] for record in records if "text" in record}) == 1
+def test_a_full_table_of_stop_strings_is_made_anew(llm, tmp_path, monkeypatch):
+    """Room for the empty set and three others, with 18 to come; the longer lines run while the table changes."""
+    monkeypatch.setattr(AutomatonBank.__init__, "__defaults__", (4 * 4 * 320,))
+    text = llm.generate("bado", max_new_tokens=20).text
+    found = [text[i : i + 3] for i in range(4, 13)]  # these end an output, the others do not
+    stops = [stop for i, own in enumerate(found) for stop in (f"#{i}", own)] + ["x" * 10, "#0", []]
+    lines = [{"prompt": "bado", "stop": stop, "max_new_tokens": 20} for stop in stops]
+    summary, records = run_lines(llm, tmp_path, lines)
+    assert records[18]["error"]["message"].startswith("stop ['xxxxxxxxxx'] would grow the table")
+    assert summary.errors == 1
+    expected = [text[: text.index(stop)] if stop in found else text for stop in stops]
+    assert [record.get("text") for record in records] == [*expected[:18], None, text, text]
+    assert [r.get("finish_reason") for r in records[:18]] == ["length", "stop"] * 9
 
 
 def test_defaults_give_way_to_lines_and_null_means_default(llm, tmp_path):
@@ -206,11 +207,42 @@ def test_empty_input(llm, tmp_path):
     assert (summary.lines, records) == (0, [])
 
 
-def test_windows_change_nothing(llm, job, tmp_path, monkeypatch):
-    monkeypatch.setattr(batch, "WINDOW", 3)
-    source, target = copy(job, tmp_path)
-    batch.run(llm, source, target, defaults=DEFAULTS)
-    assert target.read_bytes() == (job / "out.jsonl").read_bytes()
+def test_lines_are_read_as_there_is_room_and_shapes_grow(llm, tmp_path, monkeypatch):
+    """Planned from the first 3: a longer line, with log-probabilities, a penalty and a bias, comes later."""
+    first = llm.generate("bado", max_new_tokens=4).text
+    monkeypatch.setattr(kvjax.job, "AHEAD", 3)
+    monkeypatch.setattr(llm, "options", dataclasses.replace(llm.options, queue=4))
+    lines = [{"prompt": word, "max_new_tokens": 4} for word in WORDS * 4]
+    lines[11] |= {"max_new_tokens": 90, "ignore_eos": True, "logprobs": 1, "presence_penalty": 0.5}
+    lines[11] |= {"logit_bias": {"7": 1.0, "8": 1.0}}
+    unread = []
+    requests = llm.requests
+
+    def spy(*args, index, **options):
+        unread.append(index - max((r["index"] for r in read(tmp_path / "out.jsonl")), default=-1))
+        return requests(*args, index=index, **options)
+
+    monkeypatch.setattr(llm, "requests", spy)
+    summary, records = run_lines(llm, tmp_path, lines)
+    assert (summary.done, len(unread), len(records)) == (24, 24, 24)
+    assert max(unread[:11]) <= 9  # the line's 4, those that the host has in hand, and those of the last segment
+    assert [r["completion_tokens"] for r in records] == [90 if i == 11 else 4 for i in range(24)]
+    assert records[0]["text"] == first
+    assert [r["text"] for r in records[18:]] == [r["text"] for r in records[:6]]
+
+
+def test_bad_lines_without_end_do_not_fill_the_memory(llm, tmp_path, monkeypatch):
+    monkeypatch.setattr(batch, "_FLUSH", 10)
+    waiting = []
+    fail = batch._Run._fail
+
+    def spy(run, *args):
+        fail(run, *args)
+        waiting.append(len(run.records.waiting))
+
+    monkeypatch.setattr(batch._Run, "_fail", spy)
+    _, records = run_lines(llm, tmp_path, [b"no"] * 35)
+    assert (len(records), max(waiting)) == (35, 9)
 
 
 def test_a_finished_job_is_left_alone(job, tmp_path):
@@ -261,9 +293,9 @@ def test_records_out_of_order_are_kept_in_the_journal(llm, job, tmp_path, torn, 
     served = []
     requests = llm.requests
 
-    def spy(*args, index):
+    def spy(*args, index, salt):
         served.append(index)
-        return requests(*args, index=index)
+        return requests(*args, index=index, salt=salt)
 
     monkeypatch.setattr(llm, "requests", spy)
     batch.run(llm, source, target, defaults=DEFAULTS)
@@ -531,6 +563,164 @@ def test_records_stay_when_the_bucket_does_not_take_them(llm, job, tmp_path, mon
     kept = pathlib.Path(re.findall(r"kept in (\S+),", str(caught.value))[0])
     assert (kept / "out.jsonl").read_bytes() == (job / "out.jsonl").read_bytes()
     shutil.rmtree(kept)
+
+
+@pytest.fixture
+def steps(llm, monkeypatch):
+    """The host looks after every step."""
+    monkeypatch.setattr(llm, "options", dataclasses.replace(llm.options, segment_seconds=1e-6))
+
+
+def run_in_pieces(llm, source, target, reports, **options):
+    """Runs a job, asked to stop after so many reports, until it is done: all summaries, and the tokens computed."""
+    summaries: list[batch.Summary] = []
+    computed = 0
+    while not summaries or summaries[-1].done < summaries[-1].lines:
+        seen: list[batch.Progress] = []
+        summary = batch.run(
+            llm,
+            source,
+            target,
+            defaults=DEFAULTS,
+            on_progress=seen.append,
+            stop=lambda seen=seen: len(seen) > reports,  # type: ignore[misc]
+            **options,
+        )
+        summaries.append(summary)
+        computed += seen[-1].tokens
+        assert len(summaries) < 60
+        assert pathlib.Path(f"{target}.snapshots").exists() == (summary.done < summary.lines)
+    return summaries, computed
+
+
+def test_stopped_when_asked_and_resumed_from_the_snapshot(llm, job, steps, tmp_path):
+    source, target = copy(job, tmp_path)
+    _, whole = run_in_pieces(llm, source, target, 1000)
+    target.unlink()
+    summaries, computed = run_in_pieces(llm, source, target, 3)
+    assert target.read_bytes() == (job / "out.jsonl").read_bytes()
+    assert len(summaries) > 4
+    # Nothing is computed twice but the samples of line 3 that had ended before the other had.
+    assert whole <= computed <= whole + len(summaries) * 6
+    assert [s.resumed for s in summaries] == [0, *(s.done for s in summaries[:-1])]
+    assert sum(s.errors for s in summaries) == 2
+    assert sum(s.completion_tokens for s in summaries) == sum(r.get("completion_tokens", 0) for r in read(target))
+    target.unlink()
+    summaries, computed = run_in_pieces(llm, source, target, 3, snapshot_kv=False)
+    assert target.read_bytes() == (job / "out.jsonl").read_bytes()
+    assert computed > whole
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in.jsonl", "out.jsonl", "out.jsonl.job"]
+
+
+def test_interrupted_between_snapshots(llm, job, steps, tmp_path):
+    """Records are newer than the snapshot, or were lost with part of the file: each line gets its own, once."""
+    source, target = copy(job, tmp_path)
+    whole = (job / "out.jsonl").read_bytes()
+    options: dict[str, Any] = {"defaults": DEFAULTS, "snapshot_every": 0.05}
+    kept = 0
+    for reports in (6, 10, 14, 3, 8):
+
+        def stop(progress, seen=[], reports=reports):  # noqa: B006
+            seen.append(progress)
+            if len(seen) > reports:
+                raise KeyboardInterrupt
+
+        with contextlib.suppress(KeyboardInterrupt):
+            batch.run(llm, source, target, on_progress=stop, **options)
+        kept += (tmp_path / "out.jsonl.snapshots").exists()
+        assert whole.startswith(target.read_bytes())
+        os.truncate(target, target.stat().st_size // 2)
+    batch.run(llm, source, target, **options)
+    assert target.read_bytes() == whole
+    assert kept > 0
+    assert not (tmp_path / "out.jsonl.snapshots").exists()
+
+
+def test_snapshots_of_another_job_and_overwrite(llm, job, steps, tmp_path):
+    source, target = copy(job, tmp_path)
+    folder = tmp_path / "out.jsonl.snapshots"
+    batch.run(llm, source, target, defaults=DEFAULTS, seed=7, stop=lambda: True)
+    # The first is small, should there be no time for K and V.
+    assert [(path.name, (path / "state").exists()) for path in sorted(folder.iterdir())] == [("0", False), ("1", True)]
+    (folder / "notes").write_text("mine")
+    target.unlink()
+    (tmp_path / "out.jsonl.part").unlink(missing_ok=True)
+    batch.run(llm, source, target, defaults=DEFAULTS, stop=lambda: True)  # with another seed
+    assert sorted(path.name for path in folder.iterdir()) == ["2", "3", "notes"]
+    batch.run(llm, source, target, defaults=DEFAULTS)
+    assert target.read_bytes() == (job / "out.jsonl").read_bytes()
+    assert [path.name for path in folder.iterdir()] == ["notes"]
+    (folder / "3").mkdir()
+    batch.run(llm, source, target, defaults=DEFAULTS, overwrite=True, stop=lambda: True)
+    assert sorted(path.name for path in folder.iterdir()) == ["0", "1", "notes"]
+
+
+def test_snapshots_that_cannot_be(llm, job, tmp_path):
+    source, target = copy(job, tmp_path)
+    wrong: list[Any] = [0, -1, float("nan"), True, "1"]
+    for every in wrong:
+        with pytest.raises(UserError, match=r"^snapshot_every is .*: give a number of seconds over 0\.$"):
+            batch.run(llm, source, target, snapshot_every=every)
+    with pytest.raises(UserError, match=r"^A job that writes to the standard output cannot be resumed"):
+        batch.run(llm, source, "-", snapshot_every=1)
+    (tmp_path / "out.jsonl.snapshots").write_text("mine")
+    with pytest.raises(UserError, match=r"out\.jsonl\.snapshots is not a folder"):
+        batch.run(llm, source, target, overwrite=True)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in.jsonl", "out.jsonl.snapshots"]
+
+
+def test_records_reach_the_bucket_with_each_snapshot(llm, job, steps, tmp_path, monkeypatch):
+    monkeypatch.setattr(batch_files, "_is_remote", lambda target: True)
+    source, target = copy(job, tmp_path)
+    seen = []
+
+    class Killed(BaseException):
+        pass
+
+    def look(progress):
+        if progress.done > 4 and (tmp_path / "out.jsonl.snapshots").exists():
+            seen.append([path.read_bytes() for path in (target, tmp_path / "out.jsonl.part") if path.exists()])
+            if b"\n" in b"".join(seen[-1]):
+                shutil.copytree(tmp_path, tmp_path.with_name("there"))
+                raise Killed
+
+    with pytest.raises(Killed):
+        batch.run(llm, source, target, defaults=DEFAULTS, on_progress=look, snapshot_every=0.01)
+    monkeypatch.undo()
+    there = tmp_path.with_name("there")  # what a virtual machine that is gone has left in the bucket
+    summary = batch.run(llm, there / "in.jsonl", there / "out.jsonl", defaults=DEFAULTS)
+    assert summary.resumed == sum(raw.count(b"\n") for raw in seen[-1]) > 0
+    assert (there / "out.jsonl").read_bytes() == (job / "out.jsonl").read_bytes()
+    shutil.rmtree(there)
+
+
+def test_only_lines_of_one_salt_share_their_beginnings(llm, tmp_path):
+    prompt = list(range(4, 204))
+    salted = [{"prompt": prompt, "cache_salt": salt} for salt in ("a", "b", None, "a", "b", "", "c")]
+    summary, records = run_lines(llm, tmp_path, [*salted, {"prompt": prompt, "cache_salt": 3}])
+    assert records[7]["error"]["message"] == "cache_salt is 3: give a text."
+    assert len({record.get("text") for record in records[:7]}) == 1
+    assert 3 * 128 <= summary.hit <= 3 * 200  # the second of each salt but "c" finds whole pages of 64
+    assert summary.preempted == 0
+
+
+def test_a_journal_of_what_is_written_by_now_is_made_anew(tmp_path, monkeypatch):
+    """Where a line is never the last to end, the journal would grow as large as the output."""
+    monkeypatch.setattr(batch_files, "_JOURNAL_BYTES", 1000)
+    record = [json.dumps({"custom_id": None, "index": i, "text": "x" * 50}).encode() + b"\n" for i in range(200)]
+    job = {"input": "a", "defaults": {}}
+    target, sizes = tmp_path / "out.jsonl", []
+    with batch_files.opened_records(target, job, iter([None] * 200), 200, False) as records:
+        records.add(1, record[1])
+        for i in range(0, 198, 2):
+            records.add(i, record[i])
+            records.add(i + 3, record[i + 3])
+            records.flush()
+            sizes.append((tmp_path / "out.jsonl.part").stat().st_size)
+    assert max(sizes) < 1300
+    with batch_files.opened_records(target, job, iter([None] * 200), 200, False) as records:
+        assert (records.next, list(records.waiting)) == (198, [199])
+    assert target.read_bytes() == b"".join(record[:198])
 
 
 def test_progress_adds_up(llm, job, tmp_path):

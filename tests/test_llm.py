@@ -1,6 +1,7 @@
 """The façade on a tiny checkpoint: what goes in, what comes out, what is refused."""
 
 import dataclasses
+from typing import Any
 
 import golden_models
 import jax
@@ -97,7 +98,7 @@ def test_reports_count_the_job(llm):
     reports: list[Report] = []
     llm.generate([[5, 6, 7]] * 3, max_new_tokens=5, ignore_eos=True, on_report=reports.append)
     assert sum(len(r.finished) for r in reports) == 3
-    assert reports[-1].computed == 3 * (3 + 5 - 1)  # the last token is sampled, not computed
+    assert reports[-1].computed + reports[-1].hit == 3 * (3 + 5 - 1)  # the last token is sampled, not computed
     assert reports[-1].waiting == 0 and reports[-1].preempted == 0
 
 
@@ -199,3 +200,44 @@ def test_a_smaller_context_is_kept(folder):
     with pytest.raises(RequestError, match="exceed the context of 20 tokens"):
         llm.generate([5] * 15, max_new_tokens=6)
     assert len(dataclasses.astuple(llm.generate([5] * 15, max_new_tokens=5, ignore_eos=True).samples[0])[1]) == 5
+
+
+def test_equal_beginnings_are_computed_once_and_salts_keep_apart(llm):
+    shared = goldens(NAME)["prompt_0"].tolist()
+    shared = (shared * 40)[:40]
+    prompts = [[*shared, 5 + i] for i in range(6)]
+    alone = [llm.generate(prompt, max_new_tokens=6) for prompt in prompts]
+    together = llm.generate(prompts, max_new_tokens=6)
+    assert together == alone
+    assert [c.samples[0].cached_tokens for c in together] == [0, 40, 40, 40, 40, 40]
+    assert [c.samples[0].cached_tokens for c in alone] == [0] * 6
+    salted = [llm.requests(prompt, kvjax.SamplingParams(max_new_tokens=6), i, salt=str(i % 2))[0]
+              for i, prompt in enumerate(prompts)]  # fmt: skip
+    found = {o.request.index: o for report in llm.run(salted) for o in report.finished}
+    assert [found[i].cached_tokens for i in range(6)] == [0, 0, 40, 40, 40, 40]
+    assert [found[i].tokens for i in range(6)] == [c.tokens for c in alone]
+
+
+def test_samples_of_a_prompt_fork_it(llm):
+    prompt = goldens(NAME)["prompt_1"].tolist()[:21]
+    params: dict[str, Any] = {"max_new_tokens": 8, "temperature": 1.0, "ignore_eos": True}
+    forked = llm.generate(prompt, n=4, **params)
+    assert [s.cached_tokens for s in forked.samples] == [0, *[len(prompt) - 1] * 3]  # all but the last token
+    assert len({s.tokens for s in forked.samples}) == 4
+    apart = kvjax.LLM(llm.model, llm.tokenizer, dataclasses.replace(llm.options, share_prefixes=False))
+    assert apart.generate(prompt, n=4, **params) == forked
+
+
+def test_completions_of_a_generator_in_order_or_as_they_finish(llm):
+    lengths = [30, 3, 12, 5]
+    prompts = [[10 + i] * 7 for i in range(4)]
+    want = [llm.generate(prompt, max_new_tokens=9, ignore_eos=True) for prompt in prompts]
+    found = list(llm.completions(iter(prompts), max_new_tokens=9, ignore_eos=True))
+    assert found == list(enumerate(want))
+    params = [kvjax.SamplingParams(max_new_tokens=n, ignore_eos=True) for n in lengths]
+    narrow = kvjax.LLM(llm.model, llm.tokenizer, dataclasses.replace(llm.options, slots=2, segment_seconds=1e-6))
+    groups = [narrow.requests(prompt, p, i) for i, (prompt, p) in enumerate(zip(prompts, params, strict=True))]
+    order = [i for i, _ in narrow._completions(groups, 0, False, None)]
+    assert sorted(order) == [0, 1, 2, 3] and order.index(1) < order.index(0)
+    with pytest.raises(RequestError, match="token id 9999"):
+        list(llm.completions(iter([[5], [9999]]), max_new_tokens=2))

@@ -36,7 +36,8 @@ def paged_logits(model, ids, chunk: int) -> np.ndarray:
 
     @jax.jit
     def run(params, state, tokens, placement):
-        grown, _ = cache.reserve(program.cache, state, jnp.asarray([chunk], jnp.int32), jnp.int32(0), chunk)
+        now, new = jnp.int32(0), jnp.asarray([chunk], jnp.int32)
+        grown = cache.reserve(program.cache, state, None, new, now, now, jnp.bool_(False), chunk).cache
         grown, hidden = engine.compute(program, params, grown, tokens, placement)
         return grown, program.unembed(params, model.config, hidden)
 

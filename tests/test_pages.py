@@ -54,7 +54,7 @@ class PoolMachine(RuleBasedStateMachine):
     def give_back(self, data):
         tickets = [page for page in range(P) for _ in range(self.owners[page])] + [P] * W
         named = data.draw(st.permutations(tickets))[:W]
-        self.pool = release(self.pool, jnp.asarray(named, jnp.int32))
+        self.pool = release(self.pool, jnp.asarray(named, jnp.int32), jnp.int32(0))
         for page in named:
             if page < P:
                 self.owners[page] -= 1
@@ -75,8 +75,18 @@ CONFIG = CacheConfig(
     slots=3, rows=2, pages_per_slot=4, pages=6,
 )  # fmt: skip
 MOST = 8
-reserve = jax.jit(lambda c, tokens, step: cache.reserve(CONFIG, c, tokens, step, MOST))
-end = jax.jit(lambda c, ended: cache.release(CONFIG, c, ended))
+
+
+@jax.jit
+def reserve(c, tokens, step):
+    reserved = cache.reserve(CONFIG, c, None, tokens, step, step, jnp.bool_(False), MOST)
+    return reserved.cache, reserved.starved
+
+
+@jax.jit
+def end(c, ended):
+    zero = jnp.int32(0)
+    return cache.release(CONFIG, c, None, ended, zero, zero, lambda slot, column: slot)[0]
 
 
 class TableMachine(RuleBasedStateMachine):

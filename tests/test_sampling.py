@@ -26,8 +26,9 @@ def make_state(params, eos=(), seed=0, requests=None, samples=None, vocab_size=N
     """Rows 0..len(params)-1 of a state that holds just them."""
     requests = range(len(params)) if requests is None else requests
     rows = sampling.pack(params, eos=eos, seed=seed, requests=requests, samples=samples)
-    state = sampling.init(len(params), rows.bias_ids.shape[1], rows.stop_ids.shape[1], vocab_size)
-    return _admit(state, jnp.arange(len(params)), rows, history)
+    state = sampling.init(len(params), rows.bias_ids.shape[1], rows.stop_ids.shape[1])
+    state = _admit(state, jnp.arange(len(params)), rows)
+    return sampling.take(state, jnp.arange(len(params)), history and sampling.recount(history, vocab_size))
 
 
 def no_history(rows):
@@ -339,18 +340,16 @@ def test_logprobs_are_of_the_raw_logits():
 
 
 def test_admission_after_a_preemption_recounts_what_was_generated():
-    penalized = SamplingParams(repetition_penalty=1.5)
     tokens = jnp.array([[4, 5, 0, 0, 0], [6, 0, 0, 0, 0]])
     history = sampling.History(tokens, jnp.array([2, 1]), jnp.array([2, 1]))
-    state = make_state([penalized] * 2, vocab_size=10, history=history)
+    state: sampling.Counts | None = sampling.recount(history, 10)
     for step in ([7, 8], [7, 6], [1, 3]):
         state = sampling.observe(state, jnp.array(step), jnp.array([True, step[1] != 3]))
 
     again = jnp.array([[4, 5, 7, 7, 1], [6, 8, 6, 0, 0]])
-    resumed = make_state(
-        [penalized] * 2, vocab_size=10, history=sampling.History(again, jnp.array([2, 1]), jnp.array([5, 3]))
-    )
+    resumed = sampling.recount(sampling.History(again, jnp.array([2, 1]), jnp.array([5, 3])), 10)
     jax.tree.map(np.testing.assert_array_equal, resumed, state)
+    assert state is not None
     assert state.counts[0].tolist() == [0, 1, 0, 0, 0, 0, 0, 2, 0, 0]
     assert state.seen[1].nonzero()[0].tolist() == [6, 8]
 
@@ -362,9 +361,6 @@ def test_admit_sets_only_its_slots():
     assert after.temperature.tolist() == [0, 1, 9, 3]
     assert after.stop_ids.tolist() == [[0], [1], [5], [3]]
     jax.tree.map(lambda new, old: np.testing.assert_equal(new.dtype, old.dtype), after, state)
-    counting = sampling.init(4, 1, 1, 10)
-    with pytest.raises(ValueError, match="history"):
-        sampling.admit(counting, jnp.array([0, 1, 2]), rows)
 
 
 def test_stopped():
@@ -391,7 +387,7 @@ def equations(jaxpr, into_cond):
 
 
 def test_an_all_greedy_batch_pays_for_an_arg_max_alone():
-    state = sampling.init(4, 1, 1, 512)
+    state = sampling.take(sampling.init(4, 1, 1), jnp.arange(4), sampling.no_counts(4, 512))
     closed = jax.make_jaxpr(sampling.sample)(jnp.zeros((4, 512)), state, jnp.zeros(4, jnp.int32), jnp.ones(4, bool))
     outside = list(equations(closed.jaxpr, into_cond=False))
     (branch,) = [e for e in outside if e.primitive.name == "cond"]

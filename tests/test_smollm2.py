@@ -6,7 +6,7 @@ import pytest
 from engines import goldens
 
 import kvjax
-from kvjax import cache, engine, job
+from kvjax import cache, engine, plans
 from kvjax.cache import CacheConfig, Placement
 
 GOLDEN = goldens("smollm2")
@@ -22,12 +22,13 @@ def all_logits(llm, ids) -> np.ndarray:
     model, T = llm.model, len(ids)
     pages = -(-T // 64)
     config = CacheConfig(model.family.kv_specs(model.config, "float32"), 1, 64, pages, stacked=True)
-    program = job.program_of(model, config)
-    grown, starved = cache.reserve(config, cache.init(config), jnp.asarray([T], jnp.int32), jnp.int32(0), T)
-    assert not starved.any()
+    program = plans.program_of(model, config)
+    now, tokens = jnp.int32(0), jnp.asarray([T], jnp.int32)
+    reserved = cache.reserve(config, cache.init(config), None, tokens, now, now, jnp.bool_(False), T)
+    assert not reserved.starved.any()
     starts = jnp.asarray([0, T], jnp.int32)
     placement = Placement(jnp.zeros((T,), jnp.int32), jnp.arange(T, dtype=jnp.int32), starts, T)
-    _, hidden = engine.compute(program, model.params, grown, jnp.asarray(ids, jnp.int32), placement)
+    _, hidden = engine.compute(program, model.params, reserved.cache, jnp.asarray(ids, jnp.int32), placement)
     return np.asarray(program.unembed(model.params, model.config, hidden))
 
 

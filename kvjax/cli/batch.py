@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
+import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
@@ -21,8 +22,14 @@ _SECONDS = 10.0
 """Between two lines of progress where nobody looks at a bar."""
 
 
+_PATIENCE = 1.0
+"""Seconds after SIGTERM in which Python has to get its turn, before anything has run; a compilation takes many."""
+
+TERMINATED = 143
+
+
 class _Terminated(KeyboardInterrupt):
-    """SIGTERM came: a cluster's way to say that the machine is taken away."""
+    """SIGTERM came, a cluster's way to say that the machine is taken away, for the second time."""
 
     number = signal.SIGTERM
 
@@ -34,6 +41,12 @@ def batch(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Begin anew; delete the records in OUT")] = False,
     seed: Seed = 0,
     slots: Annotated[int, typer.Option(help="Most sequences that run at once", min=1)] = 64,
+    snapshot_every: Annotated[
+        float | None, typer.Option(help="Seconds between snapshots of what runs, beside OUT (default: none)")
+    ] = None,
+    snapshot_kv: Annotated[
+        bool, typer.Option("--snapshot-kv/--no-snapshot-kv", help="Snapshots hold K and V, or compute them again")
+    ] = True,
     *,
     loading: Loading,
     sampling: dict[str, Any],
@@ -42,8 +55,14 @@ def batch(
     from kvjax import batch as job
 
     shown = _Bar() if sys.stderr.isatty() else _Lines()
+    said = _stopped(target)
     try:
-        with _raised_on_sigterm(), shown:
+        with _Sigterm(0 if target != "-" else TERMINATED, said) as sigterm, shown:
+
+            def progress(now: Progress) -> None:
+                sigterm.running = sigterm.running or now.tokens > 0
+                shown.show(now)
+
             summary = job.run(
                 lambda: loading.load(slots=slots),
                 source,
@@ -52,11 +71,16 @@ def batch(
                 seed=seed,
                 overwrite=overwrite,
                 settings=_settings(loading),
-                on_progress=shown.show,
+                on_progress=progress,
+                snapshot_every=snapshot_every,
+                snapshot_kv=snapshot_kv,
+                stop=lambda: sigterm.asked,
             )
     except KeyboardInterrupt as stop:
-        print(_stopped(target), file=sys.stderr)
-        raise typer.Exit(143 if isinstance(stop, _Terminated) else INTERRUPTED) from None
+        _leave(said, TERMINATED if isinstance(stop, _Terminated) else INTERRUPTED)
+    if summary.done < summary.lines:
+        print(said, file=sys.stderr)
+        raise typer.Exit(sigterm.code)
     print(_said(summary, target), file=sys.stderr)
 
 
@@ -74,6 +98,13 @@ def _settings(loading: Loading) -> dict[str, Any]:
     return {"model": model, "context": context, "dtype": str(dtype), "kv_dtype": str(loading.kv_dtype or dtype)}
 
 
+def _leave(said: str, code: int) -> NoReturn:
+    """Ends the process without Python's own end, which can crash after an exception in the middle of JAX."""
+    cursor = "\x1b[?25h" if os.isatty(2) else ""  # the bar hides it
+    os.write(2, f"{cursor}{said}\n".encode())
+    os._exit(code)
+
+
 def _stopped(target: str) -> str:
     if target == "-":
         return "Stopped."
@@ -88,7 +119,8 @@ def _said(summary: Summary, target: str) -> str:
     resumed = f" ({summary.resumed} were there)" if summary.resumed else ""
     return (
         f"{made} records{resumed}, {summary.errors} of them errors: {summary.prompt_tokens} tokens of prompts, "
-        f"{summary.completion_tokens} generated in {_clock(summary.seconds)}, {speed:.1f} tokens/s"
+        f"{summary.completion_tokens} generated in {_clock(summary.seconds)}, {speed:.1f} tokens/s; "
+        f"{summary.hit} tokens of prompts were shared, {summary.preempted} preemptions"
     )
 
 
@@ -142,13 +174,55 @@ def _clock(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{rest:02}"
 
 
-@contextmanager
-def _raised_on_sigterm() -> Iterator[None]:
-    def stop(*_: object) -> NoReturn:
-        raise _Terminated
+class _Sigterm:
+    """SIGTERM asks the run to stop after its segment, with a snapshot; a second one ends it at once.
 
-    before: Callable[..., Any] | int | None = signal.signal(signal.SIGTERM, stop)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
+    Before anything has run there is nothing to save: then the first one ends the process, also within a compilation,
+    where Python gets no turn.
+
+    Attributes:
+      asked: whether it came while the job ran.
+      running: whether anything has run; set by the owner.
+      code: exit code of a run that it ends, but for the second time.
+    """
+
+    def __init__(self, code: int, said: str):
+        """`said`: the last line for the user."""
+        self.asked = self.running = False
+        self.code, self._said, self._seen = code, said, False
+
+    def __enter__(self) -> _Sigterm:
+        self._before: Callable[..., Any] | int | None = signal.signal(signal.SIGTERM, self._handle)
+        self._read, self._write = os.pipe()
+        os.set_blocking(self._write, False)
+        self._others = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        signal.set_wakeup_fd(self._others)
+        signal.signal(signal.SIGTERM, self._before)
+        os.close(self._write)  # the thread reads the end
+        self._thread.join()
+        os.close(self._read)
+
+    def _handle(self, *_: object) -> None:
+        self._seen = True
+        if not self.running:
+            _leave(self._said, self.code)
+        if self.asked:
+            raise _Terminated
+        self.asked = True
+
+    def _watch(self) -> None:
+        """The interpreter writes the numbers of signals into the pipe as they come, its handlers wait for a turn."""
+        while numbers := os.read(self._read, 64):
+            if signal.SIGTERM in numbers and not self._handled() and not self.running:
+                _leave(self._said, self.code)
+
+    def _handled(self) -> bool:
+        until = time.monotonic() + _PATIENCE
+        while not self._seen and time.monotonic() < until:
+            time.sleep(0.02)
+        return self._seen

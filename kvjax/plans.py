@@ -1,0 +1,258 @@
+"""What a job's program looks like: the shapes of its state, from the requests that it is to serve."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from kvjax import sampling
+from kvjax import state as engine_state
+from kvjax.cache import CacheConfig
+from kvjax.errors import RequestError
+from kvjax.pallas_kernels import default_layout
+from kvjax.sampling_params import SamplingParams
+from kvjax.state import EngineState, Program
+from kvjax.types import Family, Params
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+    """What a job needs of a loaded model.
+
+    Attributes:
+      family: its functions.
+      config: the family's config.
+      params: the parameters, on the devices.
+      eos: tokens that end an output.
+      token_bytes: what each of the V tokens adds to the text, for stop strings.
+      dtype: dtype name of the parameters and activations.
+      storage: dtype name of the cached K and V.
+      stacked: whether the layers are stacked for a scan.
+    """
+
+    family: Family
+    config: Any
+    params: Params
+    eos: tuple[int, ...]
+    token_bytes: Sequence[bytes]
+    dtype: str
+    storage: str
+    stacked: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """How a job is run; none of these changes a token of its outputs.
+
+    Attributes:
+      slots: B, most requests that run at once.
+      rows: R, tokens a page holds.
+      kv_bytes: bound on the memory of all K and V.
+      packed: T, most tokens of a step that computes prompts.
+      queue: Q, requests that the device holds, running ones included; chosen from `slots` when None.
+      refill: idle slots at which waiting requests enter; an eighth of the slots when None.
+      share_prefixes: whether requests share the K and V of equal beginnings.
+      prefix_ttl: seconds for which a prefix can be found after its last use; None for no end.
+      segment_seconds: the host looks at the job about this often.
+      backend: attention backend.
+      layout: of the pages; the platform's best when None.
+    """
+
+    slots: int = 64
+    rows: int = 64
+    kv_bytes: int = 4 << 30
+    packed: int = 512
+    queue: int | None = None
+    refill: int | None = None
+    share_prefixes: bool = True
+    prefix_ttl: float | None = None
+    segment_seconds: float = 1.0
+    backend: str = "xla"
+    layout: str | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """One sequence to generate.
+
+    Attributes:
+      index: number of its prompt in the job; part of its random key unless it has a seed of its own.
+      sample: which of the prompt's n samples it is.
+      prompt: token ids, at least one.
+      params: validated sampling parameters.
+      salt: only requests of equal salt share prefixes.
+      pins: tokens at the prompt's beginning to keep for 5 minutes, and for 1 hour, of the job's clock.
+    """
+
+    index: int
+    sample: int
+    prompt: tuple[int, ...]
+    params: SamplingParams
+    salt: str = ""
+    pins: tuple[int, int] = (0, 0)
+
+    @property
+    def length(self) -> int:
+        """Tokens it may come to hold."""
+        return len(self.prompt) + self.params.max_new_tokens
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """The shapes of a job's state. Equal plans of a model share one compiled program.
+
+    Attributes:
+      cache: of K and V.
+      queue: Q.
+      packed: T of a step that computes prompts.
+      biases: J, width of the logit-bias lists.
+      stops: Z, width of the stop-token lists.
+      penalties: whether outputs are counted for penalties.
+      logprobs: top log-probabilities to record, or None.
+      backend: attention backend.
+      share: whether prefixes are shared.
+    """
+
+    cache: CacheConfig
+    queue: int
+    packed: int
+    biases: int
+    stops: int
+    penalties: bool
+    logprobs: int | None
+    backend: str = "xla"
+    share: bool = True
+
+    def covers(self, model: Model, request: Request) -> bool:
+        """Whether a job of this plan can serve the request."""
+        biases, stops = sampling.widths([request.params], model.eos)
+        asked = request.params.logprobs
+        return (
+            request.length <= self.cache.capacity
+            and biases <= self.biases
+            and stops <= self.stops
+            and (self.penalties or not request.params.penalizes)
+            and (asked is None or (self.logprobs is not None and asked <= self.logprobs))
+        )
+
+
+def power_of_two(n: int) -> int:
+    """The least power of two that is at least n."""
+    return 1 << max(n - 1, 0).bit_length()
+
+
+def check(request: Request, context: int) -> None:
+    """Raises RequestError for a request that can never be served."""
+    if not request.prompt:
+        raise RequestError("The prompt is empty: give at least one token.")
+    if request.length > context:
+        raise RequestError(
+            f"The prompt's {len(request.prompt)} tokens and max_new_tokens {request.params.max_new_tokens} exceed the "
+            f"context of {context} tokens: shorten the prompt, lower max_new_tokens, or load with a larger context."
+        )
+
+
+def plan(model: Model, requests: Sequence[Request], options: Options, least: Plan | None = None) -> Plan:
+    """Shapes for these requests and those of the plan `least`; sizes are powers of two, so that few get compiled.
+
+    Args:
+      model: the model.
+      requests: at least one.
+      options: how the job is run.
+      least: a plan that this one has to cover as well.
+
+    Raises:
+      RequestError: `options.kv_bytes` does not hold a single page.
+    """
+    params = [request.params for request in requests]
+    biases, stops = sampling.widths(params, model.eos)
+    asked = [p.logprobs for p in params if p.logprobs is not None]
+    penalties = any(p.penalizes for p in params)
+    slots = min(options.slots, power_of_two(len(requests)))
+    longest = max(request.length for request in requests)
+    if least is not None:
+        biases, stops, penalties = max(biases, least.biases), max(stops, least.stops), penalties or least.penalties
+        asked += [] if least.logprobs is None else [least.logprobs]
+        slots, longest = max(slots, least.cache.slots), max(longest, least.cache.capacity)
+    cache = cache_config(model, slots, longest, options)
+    return Plan(
+        cache=cache,
+        queue=_queue(cache, options),
+        packed=_packed(slots, requests, options, least),
+        biases=biases,
+        stops=stops,
+        penalties=penalties,
+        logprobs=max(asked, default=None),
+        backend=options.backend,
+        share=options.share_prefixes,
+    )
+
+
+def cache_config(model: Model, slots: int, longest: int, options: Options) -> CacheConfig:
+    """A cache as large as so many sequences of this length can fill, within `kv_bytes`. Raises RequestError."""
+    per_slot = power_of_two(-(-longest // options.rows))
+    config = CacheConfig(
+        model.family.kv_specs(model.config, model.storage),
+        slots,
+        options.rows,
+        per_slot,
+        stacked=model.stacked,
+        layout=options.layout or default_layout(),
+    )
+    if model.stacked and len(config.groups) > 1:
+        raise RequestError("Layers with different caches cannot be scanned: load with layers='unrolled'.")
+    affordable = options.kv_bytes // config.page_bytes
+    if affordable < 1:
+        raise RequestError(
+            f"kv_bytes is {options.kv_bytes}, and a page of {options.rows} tokens needs {config.page_bytes} bytes of "
+            "K and V: raise kv_bytes."
+        )
+    if affordable < slots * per_slot:
+        config = dataclasses.replace(config, pages=affordable)
+    return config
+
+
+def _queue(cache: CacheConfig, options: Options) -> int:
+    """Four rows a slot, fewer where they are long: 64 MiB of tokens at most, but two a slot."""
+    if options.queue is not None:
+        return max(options.queue, 2 * cache.slots)
+    affordable = (1 << 24) // cache.capacity
+    return max(2 * cache.slots, min(max(4 * cache.slots, 64), affordable))
+
+
+def _packed(slots: int, requests: Sequence[Request], options: Options, least: Plan | None) -> int:
+    """Enough for the first prompts at once, a power of two, more than one token a slot."""
+    prompts = sum(len(request.prompt) for request in requests[:slots])
+    packed = max(2 * slots, min(options.packed, max(64, power_of_two(prompts))))
+    return packed if least is None else max(packed, least.packed)
+
+
+def program_of(
+    model: Model, cache: CacheConfig, *, logprobs: int | None = None, backend: str = "xla", share: bool = True
+) -> Program:
+    """The static part of a loop that runs this model over such a cache; see `kvjax.state.Program`."""
+    family = model.family
+    return Program(
+        family.forward, family.unembed, model.config, model.config.width, model.dtype, cache, logprobs, backend, share
+    )
+
+
+def start(model: Model, shapes: Plan, automata: np.ndarray) -> tuple[Program, EngineState]:
+    """The program of a plan, and its engine without requests."""
+    program = program_of(model, shapes.cache, logprobs=shapes.logprobs, backend=shapes.backend, share=shapes.share)
+    penalties = len(model.token_bytes) if shapes.penalties else None
+    return program, _empty(program, jnp.asarray(automata), shapes.queue, shapes.biases, shapes.stops, penalties)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 2, 3, 4, 5))
+def _empty(
+    program: Program, automata: jax.Array, rows: int, biases: int, stops: int, penalties: int | None
+) -> EngineState:
+    """One program rather than one for each array."""
+    return engine_state.init(program, automata, rows=rows, biases=biases, stops=stops, penalties=penalties)
