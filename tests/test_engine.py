@@ -1,5 +1,7 @@
 """The loop: a request's tokens depend on nothing but the request."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -78,28 +80,49 @@ def test_preemption_keeps_logprobs_and_stop_state():
         assert all(x.chosen == pytest.approx(max(x.top.values())) for x in b.logprobs)  # greedy
 
 
+def overlapping() -> list[list[int]]:
+    """Prompts with beginnings in common: a page, several, all but the last token, all."""
+    own, common = prompts(LENGTHS), prompts([40], seed=1)[0]
+    return [
+        *own,
+        *(common[:n] + rest for n, rest in zip((40, 40, 24, 16, 9), own, strict=False)),
+        common,
+        common,
+        common[:-1],
+    ]
+
+
+@functools.cache
+def alone() -> list[tuple[int, ...]]:
+    """Each of the overlapping prompts by itself, sampled."""
+    asked = requests(overlapping(), SAMPLED)
+    return [outputs(tiny(MODEL), [request], share_prefixes=False)[0].tokens for request in asked]
+
+
 @settings(max_examples=15, deadline=None)
 @given(
-    st.permutations(range(len(LENGTHS))),
-    st.sampled_from([2, 4, 16]),
-    st.sampled_from([32, 64]),
-    st.sampled_from([9, 12, 40]),
+    order=st.permutations(range(len(overlapping()))),
+    # Few combinations of what is compiled; the rest is free.
+    shape=st.sampled_from([(2, 32, 40, True), (16, 32, 40, True), (16, 64, 12, True), (4, 32, 12, False)]),
+    refill=st.integers(1, 4),
+    segment_seconds=st.sampled_from([1e-6, 0.01, 0.2]),
 )
-def test_any_order_slots_chunks_and_pages(order, slots, packed, pages):
-    model, asked = tiny(MODEL), requests(prompts(LENGTHS), SAMPLED)
-    want = reference_outputs()
+def test_tokens_depend_on_nothing_but_the_request(order, shape, refill, segment_seconds):
+    """Sampled tokens in any order, slots, chunks, pages, segments; with prefixes found or not, preempted or not."""
+    slots, packed, pages, share = shape
+    model, asked = tiny(MODEL), requests(overlapping(), SAMPLED)
     page_bytes = 8 * sum(spec.row_bytes for spec in model.family.kv_specs(model.config, "float32"))
-    found = outputs(model, [asked[i] for i in order], slots=slots, packed=packed, kv_bytes=pages * page_bytes)
-    assert [o.tokens for o in found] == [want[i] for i in order]
-
-
-_reference: list[tuple[int, ...]] = []
-
-
-def reference_outputs():
-    if not _reference:
-        _reference.extend(o.tokens for o in outputs(tiny(MODEL), requests(prompts(LENGTHS), SAMPLED)))
-    return _reference
+    found = outputs(
+        model,
+        [asked[i] for i in order],
+        slots=slots,
+        packed=packed,
+        kv_bytes=pages * page_bytes,
+        share_prefixes=share,
+        refill=refill,
+        segment_seconds=segment_seconds,
+    )
+    assert [o.tokens for o in found] == [alone()[i] for i in order]
 
 
 def test_ends_at_stop_tokens_limits_and_minimum():

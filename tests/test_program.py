@@ -78,7 +78,7 @@ def test_cpu_loop_copies_no_cache(name, stacked):
 
 
 def test_the_check_for_copies_sees_one():
-    def through_a_conditional(x, i):  # what the loop avoids; see engine._if
+    def through_a_conditional(x, i):  # what the loop avoids; see control.when
         return jax.lax.cond(i > 0, lambda x: x.at[i].set(0.0), lambda x: x.at[i + 1].set(1.0) + x.sum(), x)
 
     x, i = jax.ShapeDtypeStruct((1 << 16,), jnp.float32), jax.ShapeDtypeStruct((), jnp.int32)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Sequence
 
 from kvjax.cli.interrupts import INTERRUPTED, exit_at_once, not_lost
@@ -18,4 +19,7 @@ def main(args: Sequence[str] | None = None) -> int:
         return INTERRUPTED
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else int(end.code is not None)
+    finally:
+        if args is None:  # the process ends: what comes during Python's own end must not change its code
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
     return 0
