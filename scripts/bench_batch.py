@@ -22,6 +22,7 @@ nothing, run the first requests for two tokens.
 from __future__ import annotations
 
 import argparse
+import asyncio
 import collections
 import contextlib
 import dataclasses
@@ -305,67 +306,47 @@ def flops(model: str | None, workload: Workload) -> tuple[float, float]:
 # --- time to first token, system prompt shared --------------------------------------------------------------------
 
 
-def shared_prefix(
-    llm: Any,
-    ordinary: np.ndarray,
-    seed: int,
-    *,
-    system: int = SYSTEM_TOKENS,
-    own: int = OWN_TOKENS,
-    sharers: int = SHARERS,
-) -> dict[str, Any]:
-    """Time to first token where requests begin with one system prompt: jobs that generate one token a request.
+async def first_tokens(llm: Any, ordinary: np.ndarray, seed: int) -> list[float]:
+    """Seconds until the first token of `SHARERS` requests, one after the other, that begin with one system prompt.
 
-    Returns:
-      cold_s: of a job of one request, whose system prompt nobody has seen.
-      first_s: until the host sees the first token of a job of `sharers` requests.
-      all_s: until that job is done.
-      seen_s: what each request after the first adds, its system prompt having been seen in the same job.
-      computed: tokens passed through the model in that job.
+    From the call to the piece of text, through `AsyncLLM`. The first two requests, of another system prompt, compile.
     """
+    import kvjax as api
+
     rng = np.random.default_rng(seed)
 
     def requests(count: int) -> list[list[int]]:
-        """Of a system prompt of their own, so that no job finds what another left."""
-        beginning = rng.choice(ordinary, system).tolist()
-        return [beginning + rng.choice(ordinary, own).tolist() for _ in range(count)]
+        beginning = rng.choice(ordinary, SYSTEM_TOKENS).tolist()
+        return [beginning + rng.choice(ordinary, OWN_TOKENS).tolist() for _ in range(count)]
 
-    def run(count: int) -> tuple[float, float, int]:
-        prompts, seen = requests(count), []
-        began = time.perf_counter()
-
-        def look(report: Any) -> None:
-            seen.append((time.perf_counter() - began, len(report.finished), report.computed))
-
-        llm.generate(prompts, max_new_tokens=1, ignore_eos=True, on_report=look)
-        return next(at for at, finished, _ in seen if finished), seen[-1][0], seen[-1][2]
-
-    for count in (1, sharers):  # compiles
-        run(count)
-    cold, _, _ = run(1)
-    first, everyone, computed = run(sharers)
-    seen_s = (everyone - cold) / (sharers - 1)
-    return {"cold_s": cold, "first_s": first, "all_s": everyone, "seen_s": seen_s, "computed": computed}
+    async with api.AsyncLLM(llm, max_length=2048, segment_seconds=0.02) as engine:
+        times = []
+        for prompt in requests(2) + requests(SHARERS):
+            began = time.perf_counter()
+            await engine.generate(prompt, max_new_tokens=1, ignore_eos=True)
+            times.append(time.perf_counter() - began)
+    return times[2:]
 
 
 def sharing(job: Job, **options: Any) -> dict[str, Any]:
-    """`shared_prefix` of kvjax loaded with these options."""
+    """`first_tokens` of kvjax loaded with these options; K and V bounded, so that the memory is no matter."""
     import kvjax as api
 
     before = bench_cpu._cpu_seconds()
-    found = shared_prefix(api.load(job.model, **options), bench_cpu.ordinary_tokens(job.model), job.seed)
-    return found | {"other_load": bench_cpu._other_load(before, bench_cpu._cpu_seconds())}
+    llm = api.load(job.model, slots=8, kv_bytes=1 << 30, **options)
+    first, *later = asyncio.run(first_tokens(llm, bench_cpu.ordinary_tokens(job.model), job.seed))
+    load = bench_cpu._other_load(before, bench_cpu._cpu_seconds())
+    return {"first_s": first, "later_s": statistics.median(later), "other_load": load}
 
 
 def sharing_report(records: Sequence[dict[str, Any]]) -> str:
-    head = ("sharing", "requests", "cold s", "first s", "all s", "each after the first s", "tokens computed")
     rows = []
     for engine in SHARING:
         if found := [record for record in records if record["engine"] == engine]:
-            middle = {key: statistics.median(r[key] for r in found) for key in ("cold_s", "first_s", "all_s", "seen_s")}
-            seconds = (f"{value:.3f}" for value in middle.values())
-            rows.append((engine, str(SHARERS), *seconds, f"{found[0]['computed']}"))
-    said = f"{SYSTEM_TOKENS} tokens of system prompt, {OWN_TOKENS} of each request's own, 1 new token a request."
+            first, later = (statistics.median(r[key] for r in found) for key in ("first_s", "later_s"))
+            rows.append((engine, f"{first:.3f}", f"{later:.3f}", f"{1 - later / first:.0%}"))
+    said = f"{SYSTEM_TOKENS} tokens of system prompt, {OWN_TOKENS} of each request's own; {SHARERS} requests in turn."
+    head = ("prefixes", "first request, s to first token", "later requests (median)", "cut by")
     return "\n\n".join([said, table(head, rows)])
 
 

@@ -1,5 +1,6 @@
 """The examples of README and docs/functional.md run as they stand, on the default model."""
 
+import ast
 import functools
 import pathlib
 import re
@@ -25,6 +26,16 @@ def test_functional_example(capsys):
 @pytest.mark.slow
 def test_readme_example(capsys, monkeypatch):
     monkeypatch.setattr(kvjax, "load", functools.partial(kvjax.load, layers="scanned"))  # compiles faster
-    exec(example("README.md"), {})
+    text = (ROOT / "README.md").read_text()
+    exec("\n".join(re.findall(r"```python\n(.*?)```", text, re.S)), {})
     out = capsys.readouterr().out
     assert out.startswith(" Paris") and "stop" in out and "length" in out
+
+
+@pytest.mark.slow
+def test_sharing_example(capsys, monkeypatch):
+    monkeypatch.setattr(kvjax, "load", functools.partial(kvjax.load, layers="scanned"))
+    exec(example("docs/sharing.md"), {})
+    first, second = map(ast.literal_eval, capsys.readouterr().out.splitlines())
+    assert first[0] == 0 and first[1] == 64
+    assert second[0] == 0 and second[1] == second[2] == second[3] > 64

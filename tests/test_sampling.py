@@ -88,8 +88,8 @@ def reference_cutoff(row, top_k, top_p, min_p):
         keep &= above < top_p
     if min_p:
         keep &= weight >= min_p
-        # in float32, at the very value, either answer is right
-        margin = min(margin, np.abs(weight - min_p).min() if min_p < 1 else 1.0)
+        # in float32, at the very value, either answer is right; of the maximum itself there is no doubt
+        margin = min(margin, np.abs(weight[row < top] - min_p).min(initial=1.0))
     return keep, margin
 
 
