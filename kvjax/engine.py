@@ -53,7 +53,7 @@ def compute(
 
 
 def step(program: Program, params: Params, state: EngineState, policy: Policy, packed: int) -> EngineState:
-    """One step: a decode step of one token a slot, or, while any prompt is pending, a mixed one of `packed` tokens."""
+    """One step: of one token a slot (decode), or a mixed one of `packed` tokens, or a quarter where that will do."""
     B = program.cache.slots
     state = scheduler.admit(program, state, policy)
     plan = scheduler.schedule(program, state, packed)
@@ -79,7 +79,11 @@ def step(program: Program, params: Params, state: EngineState, policy: Policy, p
         kv, last = computed(B, 1, kv)
     else:
         last = jnp.zeros((B, program.width), program.dtype)
-        kv, last = _computed_if(mixed, functools.partial(computed, packed, packed), kv, last)
+        narrow = _narrow(B, packed)
+        few = mixed & (tokens.sum(dtype=jnp.int32) <= narrow)
+        kv, last = _computed_if(mixed & ~few, functools.partial(computed, packed, packed), kv, last)
+        if narrow:
+            kv, last = _computed_if(few, functools.partial(computed, narrow, narrow), kv, last)
         kv, last = _computed_if(~mixed, functools.partial(computed, B, 1), kv, last)
     stats = state.stats
     stats = stats.replace(
@@ -90,6 +94,11 @@ def step(program: Program, params: Params, state: EngineState, policy: Policy, p
     state = state.replace(cache=kv_cache.with_pages(state.cache, kv), step=state.step + 1, stats=stats)
     logits = program.unembed(params, program.config, last)
     return commit(program, state, policy, logits, tokens, before, reserved.starved)
+
+
+def _narrow(slots: int, packed: int) -> int:
+    """Tokens of a mixed step for few: what is left of a prompt whose beginning was found. 0 where there is none."""
+    return packed // 4 if packed >= 256 and packed // 4 > slots else 0
 
 
 def _computed_if(
