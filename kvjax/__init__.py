@@ -15,6 +15,7 @@ from kvjax.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from kvjax.async_llm import AsyncLLM
+    from kvjax.embedding import Embedder
     from kvjax.llm import LLM, Completion, Sample, load
 
 __version__ = "0.1.0"
@@ -22,6 +23,7 @@ __all__ = [
     "LLM",
     "AsyncLLM",
     "Completion",
+    "Embedder",
     "ModelError",
     "RequestError",
     "Sample",
@@ -30,7 +32,14 @@ __all__ = [
     "load",
 ]
 
-_FACADE = {"AsyncLLM": "async_llm", "LLM": "llm", "Completion": "llm", "Sample": "llm", "load": "llm"}
+_FACADE = {
+    "AsyncLLM": "async_llm",
+    "Completion": "llm",
+    "Embedder": "embedding",
+    "LLM": "llm",
+    "Sample": "llm",
+    "load": "llm",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -86,7 +86,7 @@ class KVPages(struct.PyTreeNode):
 
     Attributes:
       k: an array per layer, P pages in its first axis; or one array of L·P pages, layer l's page p at l·P + p.
-      v: the same for values.
+      v: the same for values; empty where they are part of the keys (`KVSpec.latent`).
     """
 
     k: tuple[jax.Array, ...]
@@ -126,15 +126,18 @@ def _init_group(config: CacheConfig, group: int) -> GroupCache:
     spec, layers = config.groups[group], len(config.layers_of(group))
     arrays, pages = (1, layers * config.pool_pages) if config.stacked else (layers, config.pool_pages)
     dtype = jnp.dtype(spec.storage)
+    value_dim = None if spec.latent else spec.value_dim
     kv = [
-        init_pages(pages, config.rows, spec.kv_heads, spec.key_dim, spec.value_dim, dtype, config.layout)
+        init_pages(pages, config.rows, spec.kv_heads, spec.key_dim, value_dim, dtype, config.layout)
         for _ in range(arrays)
     ]
     table = BlockTable(
         jnp.zeros((config.slots, config.pages_per_slot), jnp.int32), jnp.zeros((config.slots,), jnp.int32)
     )
     return GroupCache(
-        KVPages(tuple(k for k, _ in kv), tuple(v for _, v in kv)), page_pool.init(config.pool_pages), table
+        KVPages(tuple(k for k, _ in kv), tuple(v for _, v in kv if v is not None)),
+        page_pool.init(config.pool_pages),
+        table,
     )
 
 
@@ -556,10 +559,12 @@ def attend(
     layer: int | jax.Array,
     q: jax.Array,
     k: jax.Array,
-    v: jax.Array,
+    v: jax.Array | None,
     scale: float,
     *,
     soft_cap: float | None = None,
+    sinks: jax.Array | None = None,
+    slopes: jax.Array | None = None,
     backend: str = "xla",
 ) -> tuple[Cache, jax.Array]:
     """Writes K and V of the step's tokens into their pages, then attends over the pages.
@@ -571,9 +576,11 @@ def attend(
       layer: Python int; a traced int32 only when the cache is stacked and has one group.
       q: (T, N, H).
       k: (T, K, H), position already encoded.
-      v: (T, K, Hv).
+      v: (T, K, Hv); None where the layer's spec is latent.
       scale: multiplies q·k.
       soft_cap: as in AttentionSpec.
+      sinks: (N,) float32, as in `paged_attention`.
+      slopes: (N,) float32, as in `paged_attention`.
       backend: attention backend.
 
     Returns:
@@ -589,14 +596,15 @@ def attend(
     slots = jnp.minimum(placement.slots, config.slots - 1)
     page = group.table.pages[slots, jnp.minimum(placement.positions // R, config.pages_per_slot - 1)]
     page = jnp.where(placement.slots < config.slots, page + offset, total)
-    k_pages, v_pages = write_rows(
-        group.kv.k[array], group.kv.v[array], k, v, page, placement.positions % R, config.layout
-    )
+    old_v = None if spec.latent else group.kv.v[array]
+    k_pages, v_pages = write_rows(group.kv.k[array], old_v, k, v, page, placement.positions % R, config.layout)
     out, _ = paged_attention(
         q, k_pages, v_pages, group.table.pages + offset, group.table.lengths, placement.row_starts,
-        AttentionSpec(scale, spec.window, soft_cap, config.layout), max_query=placement.max_query, backend=backend,
+        AttentionSpec(scale, spec.window, soft_cap, spec.value_dim if spec.latent else None, config.layout),
+        sinks=sinks, slopes=slopes, max_query=placement.max_query, backend=backend,
     )  # fmt: skip
-    kv = KVPages(_replaced(group.kv.k, array, k_pages), _replaced(group.kv.v, array, v_pages))
+    kept_v = () if v_pages is None else _replaced(group.kv.v, array, v_pages)
+    kv = KVPages(_replaced(group.kv.k, array, k_pages), kept_v)
     return Cache(_replaced(cache.groups, g, group.replace(kv=kv))), out
 
 

@@ -44,9 +44,9 @@ def compute(
 ) -> tuple[Cache, jax.Array]:
     """Runs the model over the packed tokens: (cache, hidden (T, D))."""
 
-    def attend(cache, layer, q, k, v, scale, *, soft_cap=None):
+    def attend(cache, layer, q, k, v, scale, **features):
         return kv_cache.attend(
-            program.cache, placement, cache, layer, q, k, v, scale, soft_cap=soft_cap, backend=program.backend
+            program.cache, placement, cache, layer, q, k, v, scale, backend=program.backend, **features
         )
 
     return program.forward(params, program.config, ids, placement.positions, cache, attend)

@@ -425,7 +425,7 @@ class Job:
                 limit=entry.request.length,
                 automaton=self._bank.add(entry.request.params.stop),
                 stop_state=entry.stop_state,
-                root=prefix.namespace(entry.request.salt),
+                root=prefix.namespace(entry.request.salt, positions=self.model.positions),
                 pins=entry.request.pins,
                 hit=entry.hit,
                 preempted=entry.preempted,

@@ -6,18 +6,20 @@ import codecs
 import dataclasses
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from kvjax import beam, job, stops
+from kvjax import beam, embedding, job, stops
 from kvjax.cache_control import pins, without_marks
-from kvjax.checkpoints.place import load_params
+from kvjax.checkpoints.place import load_model
 from kvjax.checkpoints.resolve import open_checkpoint
 from kvjax.errors import ModelError, RequestError
 from kvjax.job import Output, Report, TokenLogprob
-from kvjax.models import FAMILIES, family_of
+from kvjax.models import FAMILIES, config_of, family_of
+from kvjax.models.bert import encoder_of
 from kvjax.pallas_kernels import LAYOUTS
 from kvjax.pallas_kernels.paged_attention import BACKENDS
 from kvjax.plans import Model, Options, Request
@@ -322,6 +324,25 @@ class LLM:
         raw = self.text_bytes(found.tokens).decode(errors="replace")
         return Sample(raw[self.stripped(raw) :], found.tokens, found.finish_reason, score=found.score)
 
+    def embed(self, prompts: Any, *, batch: int = 64, normalize: bool | None = None) -> np.ndarray:
+        """One vector a prompt: the mean of the last hidden states, after the final norm, over the prompt's tokens.
+
+        Args:
+          prompts: a prompt, or a list of prompts, as in `generate`.
+          batch: prompts computed at once, at most.
+          normalize: whether to divide each vector by its length; None is no.
+
+        Returns:
+          (D,) float32 for one prompt, (len(prompts), D) for many.
+
+        Raises:
+          RequestError: not a prompt, empty, longer than the context, or a wrong argument.
+        """
+        single = _is_prompt(prompts)
+        asked = [self.encode(prompt) for prompt in ([prompts] if single else prompts)]
+        found = embedding.of_decoder(self.model, asked, batch=batch, normalize=normalize)
+        return found[0] if single else found
+
     def sample_of(self, output: Output) -> Sample:
         """A finished output with its text, cut before the stop string that ended it."""
         params = output.request.params
@@ -377,19 +398,27 @@ def load(
     kv_dtype: Any = None,
     mesh: jax.sharding.Mesh | None = None,
     layers: str = "unrolled",
+    rope: str | Mapping[str, Any] | None = None,
     **options: Any,
 ) -> LLM:
     """Loads a model.
 
     Args:
-      what: None for the default model (SmolLM2-135M-Instruct); a Hugging Face repo id; a folder of safetensors; a
-        .gguf file; an Orbax checkpoint of `kvjax convert`; any path may be `gs://…`.
+      what: None for the default model (SmolLM2-135M-Instruct); "minilm" for the default embedding model
+        (all-MiniLM-L6-v2); a Hugging Face repo id; a folder of safetensors; a .gguf file; an Orbax checkpoint of
+        `kvjax convert`; any path may be `gs://…`.
       context: longest prompt with output to serve; the checkpoint's own when None. Fixes length-dependent RoPE.
       dtype: of the parameters and activations; float32 on CPU and bfloat16 elsewhere when None.
       kv_dtype: of the cached K and V; as `dtype` when None.
       mesh: devices with axes named as in `kvjax.sharding`; parameters go straight onto it.
       layers: "unrolled" runs faster, "scanned" compiles one layer only.
+      rope: another scaling of RoPE than the checkpoint's, for positions beyond the trained length: "yarn:4", "ntk:2",
+        "dynamic:4", "linear:2", "longrope:FILE", "default", or the fields of config.json's rope_scaling. Without a
+        `context`, the trained length times the factor is served.
       **options: fields of `kvjax.plans.Options`: slots, kv_bytes, share_prefixes, ...
+
+    Returns:
+      An LLM; for the checkpoint of an encoder (BERT, RoBERTa) a `kvjax.Embedder`, of which only `embed` can be used.
 
     Raises:
       ModelError: the checkpoint cannot be loaded; the sentence says why and what to do.
@@ -404,19 +433,20 @@ def load(
     on_cpu = (mesh.devices.flat[0] if mesh is not None else jax.devices()[0]).platform == "cpu"
     dtype = _float_type("dtype", dtype or (jnp.float32 if on_cpu else jnp.bfloat16))
     storage = _float_type("kv_dtype", kv_dtype or dtype).name
+    stacked = layers == "scanned"
     with open_checkpoint(what, FAMILIES) as source:
+        if encoder := encoder_of(source.config):  # to a type checker an LLM: it refuses what an encoder cannot do
+            how: Any = {"dtype": dtype, "mesh": mesh, "stacked": stacked, "rope": rope}
+            return cast(Any, embedding.load(source, encoder, context, **how))
         family = family_of(source.config)
-        config = family.config(source.config, context)
+        config = config_of(family, source.config, context, rope)
         tokenizer = Tokenizer.from_source(source)
         if tokenizer.vocab_size > config.vocab:
             raise ModelError(
                 f"The tokenizer has {tokenizer.vocab_size} tokens and the model a vocabulary of {config.vocab}: "
                 "the checkpoint mixes files of two models; take both from one."
             )
-        stacked = layers == "scanned"
-        params = load_params(
-            source, family.abstract(config), dtype=dtype, sharding_of=param_sharding(mesh), stacked=stacked
-        )
+        params = load_model(source, family, config, dtype=dtype, sharding_of=param_sharding(mesh), stacked=stacked)
         description = source.describe()
     token_bytes = [tokenizer.token_bytes(token) for token in range(config.vocab)]
     model = Model(family, config, params, tokenizer.eos_ids, token_bytes, dtype.name, storage, stacked)

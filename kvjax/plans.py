@@ -45,6 +45,14 @@ class Model:
     storage: str
     stacked: bool
 
+    @property
+    def positions(self) -> str:
+        """How rotary positions are scaled, "" for not at all: part of what a cached prefix depends on."""
+        rope = getattr(self.config, "rope", None)
+        if rope is None or rope.kind == "default":
+            return ""
+        return f"{rope!r} to {self.config.context}"
+
 
 @dataclasses.dataclass(frozen=True)
 class Options:

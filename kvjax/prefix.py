@@ -104,11 +104,18 @@ def init(pages: int, rows: int, groups: int) -> PrefixIndex:
 
 
 # --- digests ------------------------------------------------------------------------------------------------
-def namespace(salt: str, adapter: str = "") -> np.ndarray:
-    """(4,) uint32 from which a request's digests begin: only requests with equal salt and adapter share pages."""
-    if not salt and not adapter:
+def namespace(salt: str, adapter: str = "", positions: str = "") -> np.ndarray:
+    """(4,) uint32 from which a request's digests begin: only requests that agree in all three share pages.
+
+    Args:
+      salt: of the request.
+      adapter: name of the weights added to the model's.
+      positions: how the model's positions are scaled; cached keys are rotated already.
+    """
+    if not salt and not adapter and not positions:
         return np.zeros(4, np.uint32)
-    text = f"{len(salt)}:{salt}{adapter}".encode("utf-8", "surrogatepass")
+    parts = f"{len(salt)}:{salt}{adapter}" + (f"\0{positions}" if positions else "")
+    text = parts.encode("utf-8", "surrogatepass")
     return np.frombuffer(hashlib.sha256(text).digest()[:16], np.uint32).copy()
 
 

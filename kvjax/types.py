@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 
 Params = Any
 """A pytree of arrays, of the structure that a family's `abstract` gives."""
@@ -28,6 +29,7 @@ class KVSpec:
       value_dim: H of the values.
       window: keys a query sees, itself included; None sees all.
       storage: dtype name of the stored rows, e.g. "float32", "bfloat16".
+      latent: whether the values are the first `value_dim` numbers of the keys, and not stored again (MLA).
     """
 
     kv_heads: int
@@ -35,11 +37,13 @@ class KVSpec:
     value_dim: int
     window: int | None = None
     storage: str = "bfloat16"
+    latent: bool = False
 
     @property
     def row_bytes(self) -> int:
         """Bytes of one token's K and V in one layer."""
-        return self.kv_heads * (self.key_dim + self.value_dim) * jax.numpy.dtype(self.storage).itemsize
+        stored = self.key_dim if self.latent else self.key_dim + self.value_dim
+        return self.kv_heads * stored * jax.numpy.dtype(self.storage).itemsize
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,6 +57,8 @@ class ParamSpec:
         then they are joined along `concat_axis`.
       transpose: whether each tensor, stored (out, in) by Hugging Face, is read as (in, out) and then reshaped.
       concat_axis: the axis of the transformed tensors along which several names are joined.
+      rows: (start, stop, all): the rows of the one tensor that are read, where it holds other parameters too; None
+        reads the whole tensor.
       init_scale: standard deviation of random initial values; 0 gives zeros, None gives ones.
     """
 
@@ -61,24 +67,47 @@ class ParamSpec:
     names: tuple[str, ...]
     transpose: bool = False
     concat_axis: int = 0
+    rows: tuple[int, int, int] | None = None
     init_scale: float | None = 0.02
 
 
+class GGUFMade(NamedTuple):
+    """A Hugging Face tensor that GGUF files do not hold row by row, made of one or several stored ones.
+
+    Attributes:
+      parts: names of the stored tensors; "{i}" stands for the layer number.
+      shape: row-major shapes of the parts → that of the tensor. Raises ValueError if they do not fit.
+      make: the parts, float32 → the tensor.
+      whole: False: from entries a … b of every part's first axis `make` makes those of the tensor's, or as many times
+        more as its first axis is longer, so it need not see more. True: it needs the whole parts for any row.
+    """
+
+    parts: tuple[str, ...]
+    shape: Callable[..., tuple[int, ...]]
+    make: Callable[..., np.ndarray]
+    whole: bool = False
+
+
 class GGUFNames(NamedTuple):
-    """How llama.cpp's container names a family's tensors and hyper-parameters.
+    """How llama.cpp's container names a family's tensors and hyper-parameters, and how it holds them.
 
     Attributes:
       architectures: values of `general.architecture` that this family reads.
-      tensors: GGUF tensor name → Hugging Face name; "{i}" stands for the layer number in both.
+      tensors: architecture and config.json fields → {GGUF tensor name: Hugging Face name}; "{i}" stands for the layer
+        number in both, "{e}" for that of an expert. Where only Hugging Face's name has "{e}", the stored tensor is the
+        stack of all experts.
       config: GGUF metadata (key → Python value) and architecture → Hugging Face config.json fields.
-      permuted: for an architecture, Hugging Face name suffixes whose rows llama.cpp interleaves for its RoPE, with
-        the config field that counts their heads; the reader undoes it.
+      rows: architecture and config.json fields → {Hugging Face name suffix: order}, for tensors whose rows llama.cpp
+        stores in another order: `order(count)` is, for each of Hugging Face's rows, the number of the stored one.
+        Raises ValueError if there cannot be so many rows.
+      made: Hugging Face name → how it is made, for what is none of the above.
     """
 
     architectures: tuple[str, ...]
-    tensors: Mapping[str, str]
+    tensors: Callable[[str, Mapping[str, Any]], Mapping[str, str]]
     config: Callable[[Mapping[str, Any], str], dict[str, Any]]
-    permuted: Callable[[str], Mapping[str, str]]
+    rows: Callable[[str, Mapping[str, Any]], Mapping[str, Callable[[int], np.ndarray]]]
+    made: Mapping[str, GGUFMade]
 
 
 class Family(NamedTuple):
@@ -89,13 +118,16 @@ class Family(NamedTuple):
       architectures: values of config.json's `architectures` that this family runs.
       config: config.json fields (and the context length to serve, or None) → frozen config, of which the engine
         reads `vocab` (V), `width` (D) and `context`. Raises ModelError for an option that is not implemented.
-      abstract: config → tree of ParamSpec: `{"embed": ..., "layers": [...], ...}`; `layers` holds one equal
-        structure per layer, so it can be stacked for a scan.
+      abstract: config → tree of ParamSpec: `{"embed": ..., "layers": [...], ...}`; where every layer of `layers` has
+        the same structure, they can be stacked for a scan.
       kv_specs: config, storage dtype name → one KVSpec per layer.
       forward: (params, config, tokens (T,), positions (T,), cache, attend) → (cache, hidden (T, D)), the final norm
-        applied. `attend(cache, layer, q (T, N, H), k (T, K, H), v (T, K, H), scale) → (cache, out (T, N, H))`.
+        applied. `attend(cache, layer, q (T, N, H), k (T, K, H), v (T, K, H), scale) → (cache, out (T, N, H))`, which
+        also takes `soft_cap`, `sinks` and `slopes` as `kvjax.cache.attend` does; v is None where the spec is latent.
       unembed: (params, config, hidden (T, D)) → logits (T, V) float32.
       gguf: names in llama.cpp's container, or None.
+      prefix: what checkpoints saved from the bare transformer leave out at the beginning of names.
+      unused: config → patterns of tensors that a checkpoint may have and the forward function does not need.
     """
 
     name: str
@@ -106,3 +138,5 @@ class Family(NamedTuple):
     forward: Callable[..., tuple[Any, jax.Array]]
     unembed: Callable[..., jax.Array]
     gguf: GGUFNames | None = None
+    prefix: str = "model."
+    unused: Callable[[Any], tuple[str, ...]] = lambda config: ()

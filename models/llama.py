@@ -1,4 +1,5 @@
-"""Llama 1 to 3, Mistral, SmolLM2, Qwen2 (bias on q, k, v) and Qwen3 (norms on q and k): the pattern for all families.
+"""Llama 1 to 3 and what has its form: Mistral, SmolLM2 and SmolLM3, Qwen2, Qwen3, Phi-3 and Phi-4, and the mixtures of
+experts Mixtral and Qwen3-MoE. The pattern for all families.
 
 A family is a config, an `abstract` tree of parameters, a forward function, and names; see `kvjax.types.Family`.
 """
@@ -6,8 +7,6 @@ A family is a config, an `abstract` tree of parameters, a forward function, and 
 from __future__ import annotations
 
 import dataclasses
-import math
-import reprlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,17 +14,26 @@ import jax
 import jax.numpy as jnp
 
 from kvjax.errors import ModelError
-from kvjax.models.gguf_names import LLAMA_GGUF
-from kvjax.models.layers import biased, over_layers, project, rms_norm, swiglu
+from kvjax.models import fields, moe
+from kvjax.models.gguf_llama import LLAMA_GGUF
+from kvjax.models.layers import (
+    bias_spec,
+    biased,
+    embed,
+    gated_mlp,
+    norm_spec,
+    over_layers,
+    project,
+    rms_norm,
+)
+from kvjax.models.layers import unembed as logits_of
+from kvjax.models.moe import Routing
 from kvjax.models.positions import Rope, apply_rope, cos_sin, rope_from_hf, rope_table
 from kvjax.types import Family, KVSpec, Params, ParamSpec
 
-ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
-
-_MOST = 2**31 - 1
-"""Of any size in config.json: positions and shapes are 32-bit numbers on the devices."""
-_MOST_LAYERS = 10_000
-_MOST_HEAD_DIM = 2**16
+QWEN2, QWEN3, QWEN3_MOE = "Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM"
+MISTRAL, MIXTRAL, PHI3, SMOLLM3 = "MistralForCausalLM", "MixtralForCausalLM", "Phi3ForCausalLM", "SmolLM3ForCausalLM"
+ARCHITECTURES = ("LlamaForCausalLM", MISTRAL, QWEN2, QWEN3, QWEN3_MOE, MIXTRAL, PHI3, SMOLLM3)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,6 +55,12 @@ class LlamaConfig:
       out_bias: bias on the attention's output projection.
       mlp_bias: bias on the feed-forward projections.
       qk_norm: RMS norm on each head of q and k.
+      rotary: whether a layer rotates q and k at all (SmolLM3 leaves it out in every fourth).
+      sparse: whether a layer's feed-forward is a mixture of experts.
+      routing: of the experts, or None.
+      expert_ffw: F of an expert.
+      packed_names: Phi-3's checkpoints have q, k and v in one tensor, and gate and up in another.
+      expert_names: of a sparse layer's router, of expert {e}, and of its gate, up and down projections.
       context: longest sequence the engine will serve; fixes length-dependent RoPE tables.
       trained_context: longest sequence the checkpoint promises.
     """
@@ -65,112 +79,120 @@ class LlamaConfig:
     out_bias: bool
     mlp_bias: bool
     qk_norm: bool
+    rotary: tuple[bool, ...]
+    sparse: tuple[bool, ...]
+    routing: Routing | None
+    expert_ffw: int
+    packed_names: bool
+    expert_names: tuple[str, ...]
     context: int
     trained_context: int
 
 
 def config_from_hf(hf: Mapping[str, Any], context: int | None = None) -> LlamaConfig:
     """Reads config.json. Raises ModelError, naming the field, for what is missing or not implemented."""
-    architecture = _architecture(hf)
+    architecture = fields.architecture(hf, ARCHITECTURES)
     if hf.get("hidden_act", "silu") != "silu":
-        raise ModelError(
-            f"hidden_act {reprlib.repr(hf['hidden_act'])} is not implemented for {architecture}, only 'silu' is"
-        )
-    width, heads = _count(hf, "hidden_size"), _count(hf, "num_attention_heads")
-    kv_heads = _count(hf, "num_key_value_heads", heads)
-    head_dim = _count(hf, "head_dim", width // heads, most=_MOST_HEAD_DIM)
+        fields.choice(hf, "hidden_act", ("silu",), "silu")
+    width, heads = fields.count(hf, "hidden_size"), fields.count(hf, "num_attention_heads")
+    unsaid = heads if "num_key_value_heads" in hf else _KV_HEADS.get(architecture, heads)
+    kv_heads = fields.count(hf, "num_key_value_heads", unsaid)
+    head_dim = fields.count(hf, "head_dim", _HEAD_DIM.get(architecture, width // heads), most=fields.MOST_HEAD_DIM)
     if heads % kv_heads:
         raise ModelError(f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}")
-    trained = _count(hf, "max_position_embeddings")
-    attention_bias = _flag(hf, "attention_bias")
+    layers = fields.layer_count(hf)
+    trained = fields.count(hf, "max_position_embeddings")
+    attention_bias = fields.flag(hf, "attention_bias")
+    sparse = _sparse(hf, architecture, layers)
     return LlamaConfig(
-        vocab=_count(hf, "vocab_size"),
+        vocab=fields.count(hf, "vocab_size"),
         width=width,
-        ffw=_count(hf, "intermediate_size"),
+        ffw=fields.count(hf, "intermediate_size"),
         heads=heads,
         kv_heads=kv_heads,
         head_dim=head_dim,
-        norm_eps=_positive(hf, "rms_norm_eps", 1e-6),
-        rope=rope_from_hf(hf, head_dim),
-        windows=_windows(hf, _count(hf, "num_hidden_layers", most=_MOST_LAYERS)),
-        tied=_flag(hf, "tie_word_embeddings"),
-        qkv_bias=architecture == "Qwen2ForCausalLM" or attention_bias,
-        out_bias=architecture != "Qwen2ForCausalLM" and attention_bias,
-        mlp_bias=_flag(hf, "mlp_bias"),
-        qk_norm=architecture == "Qwen3ForCausalLM",
+        norm_eps=fields.positive(hf, "rms_norm_eps", 1e-6),
+        rope=rope_from_hf(_with_theta(hf, architecture), head_dim),
+        windows=_windows(hf, architecture, layers),
+        tied=fields.flag(hf, "tie_word_embeddings", architecture == SMOLLM3),
+        qkv_bias=architecture == QWEN2 or attention_bias,
+        out_bias=architecture != QWEN2 and attention_bias,
+        mlp_bias=fields.flag(hf, "mlp_bias"),
+        qk_norm=architecture in (QWEN3, QWEN3_MOE),
+        rotary=_rotary(hf, architecture, layers),
+        sparse=sparse,
+        routing=_routing(hf, architecture) if any(sparse) else None,
+        expert_ffw=fields.count(hf, "moe_intermediate_size" if architecture == QWEN3_MOE else "intermediate_size"),
+        packed_names=architecture == PHI3,
+        expert_names=_MIXTRAL_NAMES if architecture == MIXTRAL else _QWEN3_MOE_NAMES,
         context=context or trained,
         trained_context=trained,
     )
 
 
-def _architecture(hf: Mapping[str, Any]) -> str:
-    """The first of the named architectures that is of this family."""
-    return next(name for name in hf["architectures"] if name in ARCHITECTURES)
+_KV_HEADS = {QWEN3_MOE: 4, MIXTRAL: 8, SMOLLM3: 4, MISTRAL: 8}
+_HEAD_DIM: dict[str, int] = {QWEN3: 128}
+"""Where config.json may leave them out, and transformers' defaults are not those of Llama."""
+_MIXTRAL_NAMES = ("block_sparse_moe.gate", "block_sparse_moe.experts.{e}", "w1", "w3", "w2")
+_QWEN3_MOE_NAMES = ("mlp.gate", "mlp.experts.{e}", "gate_proj", "up_proj", "down_proj")
 
 
-def _count(
-    hf: Mapping[str, Any], field: str, otherwise: int | None = None, *, least: int = 1, most: int = _MOST
-) -> int:
-    """A whole number; null and an absent field are `otherwise`."""
-    value = hf.get(field)
-    value = otherwise if value is None else value
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        kind = "positive whole number" if least == 1 else f"whole number of at least {least}"
-        raise _wrong(field, value, f"a {kind} is needed")
-    if value > most:
-        raise _wrong(field, value, f"at most {most} is possible")
-    return value
+def _with_theta(hf: Mapping[str, Any], architecture: str) -> Mapping[str, Any]:
+    """Adds the base of RoPE where config.json leaves it out and transformers' default is not 10,000."""
+    default = {SMOLLM3: 2_000_000.0, MIXTRAL: 1_000_000.0}.get(architecture)
+    return {"rope_theta": default, **hf} if default else hf
 
 
-def _positive(hf: Mapping[str, Any], field: str, otherwise: float) -> float:
-    value = hf.get(field, otherwise)
-    try:
-        number = math.nan if isinstance(value, bool) or not isinstance(value, int | float) else float(value)
-    except OverflowError:  # a whole number of hundreds of digits
-        number = math.inf
-    if not 0 < number < math.inf:
-        raise _wrong(field, value, "a finite positive number is needed")
-    return number
+def _windows(hf: Mapping[str, Any], architecture: str, layers: int) -> tuple[int | None, ...]:
+    """Mistral, Mixtral, Phi-3: every layer slides. Others: only with use_sliding_window, from max_window_layers on.
 
-
-def _flag(hf: Mapping[str, Any], field: str, otherwise: bool = False) -> bool:
-    """True or false; null and an absent field are `otherwise`."""
-    value = hf.get(field)
-    value = otherwise if value is None else value
-    if not isinstance(value, bool):
-        raise _wrong(field, value, "true or false is needed")
-    return value
-
-
-def _wrong(field: str, value: Any, needed: str) -> ModelError:
-    return ModelError(f"config.json: {field} is {reprlib.repr(value)}, {needed}.")
-
-
-def _windows(hf: Mapping[str, Any], layers: int) -> tuple[int | None, ...]:
-    """Mistral: every layer slides. Qwen2 and Qwen3: only with use_sliding_window, from max_window_layers on.
-
-    A sliding_window of null or 0 is none. Where no layer slides, the size and the first layer are not read.
+    SmolLM3 slides where it does not rotate. A sliding_window of null or 0 is none. Where no layer slides, the size and
+    the first layer are not read.
     """
-    kinds = _layer_types(hf, layers)
-    slides = _flag(hf, "use_sliding_window", _architecture(hf) == "MistralForCausalLM")
-    window = _count(hf, "sliding_window", 0, least=0) if slides else 0
+    kinds = fields.layer_types(hf, layers)
+    slides = fields.flag(hf, "use_sliding_window", architecture in (MISTRAL, MIXTRAL, PHI3))
+    window = fields.count(hf, "sliding_window", 0, least=0) if slides else 0
     if not window:
         return (None,) * layers
     if kinds is not None:
         return tuple(window if kind == "sliding_attention" else None for kind in kinds)
-    asked = hf.get("use_sliding_window") is not None
-    first = _count(hf, "max_window_layers", 0, least=0) if asked else 0
+    if architecture == SMOLLM3:
+        return tuple(None if rotates else window for rotates in _rotary(hf, architecture, layers))
+    asked = hf.get("use_sliding_window") is not None and architecture != QWEN3_MOE
+    first = fields.count(hf, "max_window_layers", 0, least=0) if asked else 0
     return tuple(window if layer >= first else None for layer in range(layers))
 
 
-def _layer_types(hf: Mapping[str, Any], layers: int) -> list[str] | None:
-    kinds = hf.get("layer_types")
-    if kinds is None:
-        return None
-    known = ("full_attention", "sliding_attention")
-    if not isinstance(kinds, list | tuple) or len(kinds) != layers or any(kind not in known for kind in kinds):
-        raise _wrong("layer_types", kinds, f"a list of {layers} names out of {', '.join(known)} is needed")
-    return list(kinds)
+def _rotary(hf: Mapping[str, Any], architecture: str, layers: int) -> tuple[bool, ...]:
+    """SmolLM3: `no_rope_layers` is 1 where a layer does rotate; every fourth does not by default."""
+    if architecture != SMOLLM3:
+        return (True,) * layers
+    listed = hf.get("no_rope_layers")
+    if listed is None:
+        interval = fields.count(hf, "no_rope_layer_interval", 4)
+        return tuple((layer + 1) % interval != 0 for layer in range(layers))
+    if not isinstance(listed, list | tuple) or len(listed) < layers or any(kind not in (0, 1) for kind in listed):
+        raise fields.wrong("no_rope_layers", listed, f"a list of at least {layers} zeros and ones is needed")
+    return tuple(bool(kind) for kind in listed[:layers])
+
+
+def _sparse(hf: Mapping[str, Any], architecture: str, layers: int) -> tuple[bool, ...]:
+    if architecture == MIXTRAL:
+        return (True,) * layers
+    if architecture != QWEN3_MOE:
+        return (False,) * layers
+    step = fields.count(hf, "decoder_sparse_step", 1)
+    dense = hf.get("mlp_only_layers") or []
+    if not isinstance(dense, list | tuple) or any(not isinstance(layer, int) for layer in dense):
+        raise fields.wrong("mlp_only_layers", dense, "a list of layer numbers is needed")
+    return tuple(layer not in dense and (layer + 1) % step == 0 for layer in range(layers))
+
+
+def _routing(hf: Mapping[str, Any], architecture: str) -> Routing:
+    mixtral = architecture == MIXTRAL
+    experts = fields.count(hf, "num_local_experts" if mixtral else "num_experts", 8 if mixtral else None)
+    chosen = fields.count(hf, "num_experts_per_tok", 2 if mixtral else 8, most=experts)
+    return Routing(experts, chosen, normalize=mixtral or fields.flag(hf, "norm_topk_prob"))
 
 
 def abstract(config: LlamaConfig) -> Params:
@@ -178,47 +200,63 @@ def abstract(config: LlamaConfig) -> Params:
     D, V = config.width, config.vocab
     tree: dict[str, Any] = {
         "embed": ParamSpec((V, D), ("vocab", "width"), ("model.embed_tokens.weight",)),
-        "layers": [_abstract_layer(config, f"model.layers.{i}.") for i in range(len(config.windows))],
-        "final_norm": ParamSpec((D,), ("width",), ("model.norm.weight",), init_scale=None),
+        "layers": [_abstract_layer(config, f"model.layers.{i}.", s) for i, s in enumerate(config.sparse)],
+        "final_norm": norm_spec(D, "model.norm.weight"),
     }
     if not config.tied:
         tree["unembed"] = ParamSpec((V, D), ("vocab", "width"), ("lm_head.weight",))
     return tree
 
 
-def _abstract_layer(config: LlamaConfig, prefix: str) -> dict[str, ParamSpec]:
-    D, F, N, K, H = config.width, config.ffw, config.heads, config.kv_heads, config.head_dim
+def _abstract_layer(config: LlamaConfig, prefix: str, sparse: bool) -> dict[str, ParamSpec]:
+    D, N, K, H = config.width, config.heads, config.kv_heads, config.head_dim
 
     def weight(shape: tuple[int, ...], axes: tuple[str | None, ...], *names: str) -> ParamSpec:
         return ParamSpec(shape, axes, tuple(f"{prefix}{name}.weight" for name in names))
 
-    def bias(shape: tuple[int, ...], axes: tuple[str | None, ...], *names: str) -> ParamSpec:
-        return ParamSpec(shape, axes, tuple(f"{prefix}{name}.bias" for name in names), init_scale=0.0)
-
-    def norm(size: int, axis: str | None, name: str) -> ParamSpec:
-        return ParamSpec((size,), (axis,), (f"{prefix}{name}.weight",), init_scale=None)
-
     layer = {
-        "attn_norm": norm(D, "width", "input_layernorm"),
+        "attn_norm": norm_spec(D, f"{prefix}input_layernorm.weight"),
         "q": weight((N, H, D), ("heads", None, "width"), "self_attn.q_proj"),
         "kv": weight((2, K, H, D), (None, "kv_heads", None, "width"), "self_attn.k_proj", "self_attn.v_proj"),
         "out": weight((D, N, H), ("width", "heads", None), "self_attn.o_proj"),
-        "mlp_norm": norm(D, "width", "post_attention_layernorm"),
-        "gate_up": weight((2, F, D), (None, "ffw", "width"), "mlp.gate_proj", "mlp.up_proj"),
-        "down": weight((D, F), ("width", "ffw"), "mlp.down_proj"),
+        "mlp_norm": norm_spec(D, f"{prefix}post_attention_layernorm.weight"),
     }
+    if config.packed_names:
+        rows, packed = (N + 2 * K) * H, (f"{prefix}self_attn.qkv_proj.weight",)
+        layer["q"] = dataclasses.replace(layer["q"], names=packed, rows=(0, N * H, rows))
+        layer["kv"] = dataclasses.replace(layer["kv"], names=packed, rows=(N * H, rows, rows))
     if config.qkv_bias:
-        layer["q_bias"] = bias((N, H), ("heads", None), "self_attn.q_proj")
-        layer["kv_bias"] = bias((2, K, H), (None, "kv_heads", None), "self_attn.k_proj", "self_attn.v_proj")
+        names = (f"{prefix}self_attn.k_proj.bias", f"{prefix}self_attn.v_proj.bias")
+        layer["q_bias"] = bias_spec((N, H), ("heads", None), f"{prefix}self_attn.q_proj.bias")
+        layer["kv_bias"] = bias_spec((2, K, H), (None, "kv_heads", None), *names)
     if config.out_bias:
-        layer["out_bias"] = bias((D,), ("width",), "self_attn.o_proj")
-    if config.mlp_bias:
-        layer["gate_up_bias"] = bias((2, F), (None, "ffw"), "mlp.gate_proj", "mlp.up_proj")
-        layer["down_bias"] = bias((D,), ("width",), "mlp.down_proj")
+        layer["out_bias"] = bias_spec((D,), ("width",), f"{prefix}self_attn.o_proj.bias")
     if config.qk_norm:
-        layer["q_norm"] = norm(H, None, "self_attn.q_norm")
-        layer["k_norm"] = norm(H, None, "self_attn.k_norm")
-    return layer
+        layer["q_norm"] = norm_spec(H, f"{prefix}self_attn.q_norm.weight", None)
+        layer["k_norm"] = norm_spec(H, f"{prefix}self_attn.k_norm.weight", None)
+    return layer | (_sparse_specs(config, prefix) if sparse else _dense_specs(config, prefix))
+
+
+def _dense_specs(config: LlamaConfig, prefix: str) -> dict[str, ParamSpec]:
+    D, F = config.width, config.ffw
+    modules = ("gate_up_proj",) if config.packed_names else ("gate_proj", "up_proj")
+    names = [f"{prefix}mlp.{module}" for module in modules]
+    specs = {
+        "gate_up": ParamSpec((2, F, D), (None, "ffw", "width"), tuple(f"{name}.weight" for name in names)),
+        "down": ParamSpec((D, F), ("width", "ffw"), (f"{prefix}mlp.down_proj.weight",)),
+    }
+    if config.mlp_bias:
+        specs["gate_up_bias"] = bias_spec((2, F), (None, "ffw"), *(f"{name}.bias" for name in names))
+        specs["down_bias"] = bias_spec((D,), ("width",), f"{prefix}mlp.down_proj.bias")
+    return specs
+
+
+def _sparse_specs(config: LlamaConfig, prefix: str) -> dict[str, ParamSpec]:
+    assert config.routing is not None
+    E, D = config.routing.experts, config.width
+    router, expert, *projections = config.expert_names
+    specs = moe.expert_specs(E, D, config.expert_ffw, prefix + expert, *projections)
+    return {"router": ParamSpec((E, D), (None, "width"), (f"{prefix}{router}.weight",)), **specs}
 
 
 def kv_specs(config: LlamaConfig, storage: str) -> tuple[KVSpec, ...]:
@@ -237,14 +275,36 @@ def forward(
     def block(cache: Any, x: jax.Array, layer: int | jax.Array, p: Params) -> tuple[Any, jax.Array]:
         h = rms_norm(x, p["attn_norm"], config.norm_eps)
         q, k, v = _qkv(config, p, h)
-        cache, out = attend(cache, layer, apply_rope(q, cos, sin), apply_rope(k, cos, sin), v, config.head_dim**-0.5)
+        q, k = _rotated(config, layer, q, k, cos, sin)
+        cache, out = attend(cache, layer, q, k, v, config.head_dim**-0.5)
         x = x + biased(project(out, p["out"]), p.get("out_bias"))
-        h = rms_norm(x, p["mlp_norm"], config.norm_eps)
-        return cache, x + swiglu(h, p["gate_up"], p["down"], p.get("gate_up_bias"), p.get("down_bias"))
+        return cache, x + _feed_forward(config, p, rms_norm(x, p["mlp_norm"], config.norm_eps))
 
-    x = params["embed"].at[tokens].get(mode="clip")
+    x = embed(params["embed"], tokens)
     cache, x = over_layers(block, cache, x, params["layers"])
     return cache, rms_norm(x, params["final_norm"], config.norm_eps)
+
+
+def _rotated(
+    config: LlamaConfig, layer: int | jax.Array, q: jax.Array, k: jax.Array, cos: jax.Array, sin: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """q and k rotated, in the layers that rotate; `layer` is traced where layers are scanned."""
+    if all(config.rotary) or (isinstance(layer, int) and config.rotary[layer]):
+        return apply_rope(q, cos, sin), apply_rope(k, cos, sin)
+    if isinstance(layer, int):
+        return q, k
+    rotates = jnp.asarray(config.rotary)[layer]
+    return jnp.where(rotates, apply_rope(q, cos, sin), q), jnp.where(rotates, apply_rope(k, cos, sin), k)
+
+
+def _feed_forward(config: LlamaConfig, p: Params, h: jax.Array) -> jax.Array:
+    """h (T, D) → (T, D), by the layer's feed-forward or its experts."""
+    if "router" not in p:
+        return gated_mlp(h, p["gate_up"], p["down"], p.get("gate_up_bias"), p.get("down_bias"))
+    assert config.routing is not None
+    weights, expert = moe.route(logits_of(p["router"], h), config.routing)
+    compute = moe.swiglu_experts(p["experts_gate"], p["experts_up"], p["experts_down"])
+    return moe.mixture(h, weights, expert, config.routing.experts, compute)
 
 
 def _qkv(config: LlamaConfig, p: Params, h: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -259,9 +319,7 @@ def _qkv(config: LlamaConfig, p: Params, h: jax.Array) -> tuple[jax.Array, jax.A
 
 def unembed(params: Params, config: LlamaConfig, hidden: jax.Array) -> jax.Array:
     """hidden (T, D) → logits (T, V) float32."""
-    weight = params["embed"] if config.tied else params["unembed"]
-    precision = "highest" if hidden.dtype == jnp.float32 else None
-    return jnp.einsum("td,vd->tv", hidden, weight, precision=precision, preferred_element_type=jnp.float32)
+    return logits_of(params["embed"] if config.tied else params["unembed"], hidden)
 
 
 LLAMA = Family(

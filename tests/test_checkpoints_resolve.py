@@ -15,7 +15,13 @@ from kvjax.checkpoints.safetensors import SafetensorsSource
 from kvjax.errors import ModelError
 from kvjax.types import Family, GGUFNames
 
-NAMES = GGUFNames(("toy",), {"token_embd.weight": "embed"}, lambda metadata, arch: {}, lambda arch: {})
+NAMES = GGUFNames(
+    ("toy",),
+    tensors=lambda arch, config: {"token_embd.weight": "embed"},
+    config=lambda metadata, arch: {},
+    rows=lambda arch, config: {},
+    made={},
+)
 FAMILIES = [Family("toy", (), None, None, None, None, None, NAMES)]  # type: ignore[arg-type]
 
 

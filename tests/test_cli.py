@@ -148,7 +148,18 @@ def test_loading_options_reach_the_loader(model, monkeypatch):
         raise kvjax.ModelError("enough")
 
     monkeypatch.setattr("kvjax.llm.load", load)
-    options = ("--context", 99, "--dtype", "bfloat16", "--kv-dtype", "float16", "--layers", "scanned")
+    options = (
+        "--context",
+        99,
+        "--dtype",
+        "bfloat16",
+        "--kv-dtype",
+        "float16",
+        "--rope",
+        "yarn:4",
+        "--layers",
+        "scanned",
+    )
     assert invoke("generate", "a", "-m", model, *options).exit_code == 2
     assert seen == {
         "what": str(model),
@@ -156,10 +167,12 @@ def test_loading_options_reach_the_loader(model, monkeypatch):
         "dtype": "bfloat16",
         "kv_dtype": "float16",
         "layers": "scanned",
+        "rope": "yarn:4",
     }
     assert all(type(seen[name]) is str for name in ("dtype", "kv_dtype", "layers"))
     invoke("generate", "a")
-    assert seen == {"what": None, "context": None, "dtype": None, "kv_dtype": None, "layers": "unrolled"}
+    nothing = dict.fromkeys(("what", "context", "dtype", "kv_dtype", "rope"))
+    assert seen == nothing | {"layers": "unrolled"}
 
 
 @pytest.mark.slow

@@ -39,3 +39,9 @@ def test_sharing_example(capsys, monkeypatch):
     first, second = map(ast.literal_eval, capsys.readouterr().out.splitlines())
     assert first[0] == 0 and first[1] == 64
     assert second[0] == 0 and second[1] == second[2] == second[3] > 64
+
+
+def test_family_example(capsys):
+    exec(example("docs/families.md"), {})
+    tokens = ast.literal_eval(capsys.readouterr().out)
+    assert len(tokens) == 5 and all(0 <= token < 64 for token in tokens)

@@ -146,7 +146,10 @@ NO_EPS: tuple[Any, ...] = (None, [], {}, "3", math.nan, math.inf, -1, 0, True, 1
 @pytest.mark.parametrize(
     "changes, message",
     [
-        ({"architectures": ["RwkvForCausalLM"]}, "architecture RwkvForCausalLM is not supported; kvjax runs Llama"),
+        (
+            {"architectures": ["RwkvForCausalLM"]},
+            "architecture RwkvForCausalLM is not supported; kvjax runs the families llama, gemma",
+        ),
         ({"architectures": None}, "config.json without 'architectures' is not supported"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not implemented"),
         ({"num_key_value_heads": 4}, "num_attention_heads 6 is not a multiple of num_key_value_heads 4"),

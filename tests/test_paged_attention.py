@@ -15,14 +15,15 @@ from kvjax.pallas_kernels.paged_attention import BACKENDS
 jitted = jax.jit(paged_attention, static_argnames=("spec", "max_query", "backend"))
 
 
-def attend(arrays, spec, max_query=1, backend="xla"):
-    """`arrays` hold pages as (P, K, R, H); the layouts turn them round."""
+def attend(arrays, spec, max_query=1, backend="xla", **features):
+    """`arrays` hold pages as (P, K, R, H); the layouts turn them round, and latent specs have no V."""
     q, k, v, table, lengths, starts = map(jnp.asarray, arrays)
     if spec.layout == "token_major":
         k, v = k.swapaxes(1, 2), v.swapaxes(1, 2)
     else:
         k = k.swapaxes(2, 3)
-    return jitted(q, k, v, table, lengths, starts, spec=spec, max_query=max_query, backend=backend)
+    v_pages = None if spec.latent else v
+    return jitted(q, k, v_pages, table, lengths, starts, spec=spec, max_query=max_query, backend=backend, **features)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,9 +61,11 @@ def build(case: Case):
     return q, k, v, table, np.asarray(case.lengths, np.int32), starts
 
 
-def oracle(arrays, spec: AttentionSpec):
+def oracle(arrays, spec: AttentionSpec, sinks=None, slopes=None):
     """Token by token, head by head, in float64."""
     q, k, v, table, lengths, starts = arrays
+    if spec.latent:
+        v = k[..., : spec.latent]
     T, N, _ = q.shape
     K, R = k.shape[1:3]
     out, lse = np.zeros((T, N, v.shape[-1])), np.full((T, N), -np.inf)
@@ -79,6 +82,11 @@ def oracle(arrays, spec: AttentionSpec):
                 s = k_rows @ q[starts[b] + i, n].astype(np.float64) * spec.scale
                 if spec.soft_cap:
                     s = spec.soft_cap * np.tanh(s / spec.soft_cap)
+                if slopes is not None:
+                    s = s - slopes[n] * (position - np.arange(first, position + 1))
+                if sinks is not None:
+                    s = np.append(s, np.float64(sinks[n]))
+                    v_rows = np.append(v_rows, np.zeros((1, v_rows.shape[1])), axis=0)
                 top = s.max()
                 p = np.exp(s - top)
                 out[starts[b] + i, n] = p @ v_rows / p.sum()
@@ -86,11 +94,11 @@ def oracle(arrays, spec: AttentionSpec):
     return out, lse
 
 
-def check(case: Case, spec: AttentionSpec, backend: str, tolerance: float = 2e-6) -> None:
+def check(case: Case, spec: AttentionSpec, backend: str, tolerance: float = 2e-6, **features) -> None:
     arrays = build(case)
-    want_out, want_lse = oracle(arrays, spec)
+    want_out, want_lse = oracle(arrays, spec, **features)
     max_query = 1 if max(case.queries) < 2 else 128
-    out, lse = attend(arrays, spec, max_query, backend)
+    out, lse = attend(arrays, spec, max_query, backend, **features)
     np.testing.assert_allclose(np.asarray(lse), want_lse, rtol=tolerance, atol=tolerance)
     np.testing.assert_allclose(np.asarray(out), want_out, rtol=tolerance, atol=tolerance)
 
@@ -121,6 +129,33 @@ SPECS = {
 @pytest.mark.parametrize("case", RAGGED.values(), ids=RAGGED)
 def test_matches_float64_oracle(case, spec, backend):
     check(case, spec, backend)
+
+
+SINKS = {"no sinks": {}, "sinks": {"sinks": np.array([-1.0, 0.5, 3.0, 9.0], np.float32)}}
+SLOPES = {"no slopes": {}, "slopes": {"slopes": np.array([0.5, 0.25, 0.0, 0.0625], np.float32)}}
+FEATURES = {f"{a} {b}": SINKS[a] | SLOPES[b] for a in SINKS for b in SLOPES if a == "sinks" or b == "slopes"}
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("features", FEATURES.values(), ids=FEATURES)
+@pytest.mark.parametrize("spec", ["plain", "window and soft cap", "token major"])
+@pytest.mark.parametrize("case", ["decode with empty slots", "chunks", "decode rows beside a chunk"])
+def test_sinks_and_slopes(case, spec, features, backend):
+    check(RAGGED[case], SPECS[spec], backend, **features)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("case", ["decode", "chunks", "decode rows beside a chunk"])
+def test_latent_values(case, layout, backend):
+    """One head of keys, whose first numbers are the values (MLA)."""
+    case = dataclasses.replace(RAGGED[case], heads=6, kv_heads=1, dim=24)
+    check(case, AttentionSpec(0.25, latent=16, layout=layout), backend)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_latent_head_of_deepseek(backend):
+    check(Case((33, 5, 130), (1, 5, 9), 16, 1, 576, 512, 32), AttentionSpec(192**-0.5, latent=512), backend, 1e-5)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -179,6 +214,7 @@ def test_write_rows_puts_tokens_in_place_and_drops_padding(layout):
     k, v = jnp.arange(30.0).reshape(3, 2, 5), jnp.arange(36.0).reshape(3, 2, 6)
     page, row = jnp.asarray([2, 0, 3], jnp.int32), jnp.asarray([1, 3, 0], jnp.int32)
     k_pages, v_pages = write_rows(k_pages, v_pages, k, v, page, row, layout)
+    assert v_pages is not None
     if layout == "token_major":
         k_pages, v_pages = k_pages.swapaxes(1, 2), v_pages.swapaxes(1, 2)
     else:
@@ -194,5 +230,8 @@ def test_refuses_what_it_cannot_do():
         attend(arrays, AttentionSpec(1.0), backend="mosaic")
     with pytest.raises(ValueError, match="3 query heads do not divide into 2 kv heads"):
         attend((arrays[0][:, :3], *arrays[1:]), AttentionSpec(1.0))
+    with pytest.raises(ValueError, match="V has pages of its own, or spec"):
+        q, k, _, table, lengths, starts = map(jnp.asarray, arrays)
+        paged_attention(q, k, None, table, lengths, starts, AttentionSpec(1.0), max_query=1)
     with pytest.raises(ValueError, match="window is 0"):
         AttentionSpec(1.0, window=0)

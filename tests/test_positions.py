@@ -12,7 +12,17 @@ import pytest
 from hypothesis import strategies as st
 
 from kvjax.errors import ModelError
-from kvjax.models.positions import Rope, apply_rope, cos_sin, inverse_frequencies, rope_from_hf, rope_table
+from kvjax.models.positions import (
+    Rope,
+    alibi_slopes,
+    apply_rope,
+    cos_sin,
+    inverse_frequencies,
+    rope_from_hf,
+    rope_table,
+    sinusoids,
+    softmax_factor,
+)
 
 CASES = json.loads((pathlib.Path(__file__).parent / "goldens" / "rope.json").read_text())["cases"]
 POSITIONS = [0, 1, 255, 256, 65_535, 65_536, 1_000_003, 9_999_991, 16_777_215]
@@ -282,3 +292,30 @@ def test_bfloat16_keeps_its_type_and_is_rounded_once() -> None:
     out = apply_rope(x, cos, sin)
     assert out.dtype == jnp.bfloat16
     np.testing.assert_array_equal(out, apply_rope(x.astype(jnp.float32), cos, sin).astype(jnp.bfloat16))
+
+
+# --- other ways ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("width", [48, 49])
+def test_sinusoids_at_any_position(width: int) -> None:
+    """Sines, then cosines, of p / 10,000^(i / (n - 1)); right where float32 products are not."""
+    pairs = width // 2
+    angles = np.array(POSITIONS, np.float64)[:, None] * 10_000.0 ** (-np.arange(pairs) / (pairs - 1))
+    want = np.concatenate([np.sin(angles), np.cos(angles), np.zeros((len(POSITIONS), width % 2))], axis=1)
+    found = sinusoids(jnp.asarray(POSITIONS, jnp.int32), width, max(POSITIONS) + 1)
+    np.testing.assert_allclose(found, want, atol=2e-6)
+
+
+def test_alibi_slopes() -> None:
+    """The paper's: 8 heads 1/2 ... 1/256; 12 heads those of 8, then every other one of 16."""
+    assert alibi_slopes(8) == tuple(2.0**-i for i in range(1, 9))
+    assert alibi_slopes(1) == (2.0**-8,)
+    assert alibi_slopes(12) == (*(2.0**-i for i in range(1, 9)), *(2.0 ** -(i + 0.5) for i in range(4)))
+    assert alibi_slopes(2) == (2.0**-4, 2.0**-8)
+
+
+def test_deepseeks_softmax_factor() -> None:
+    yarn = Rope("yarn", 1e4, 64, factor=40.0, original_length=4096, mscale=0.707, mscale_all_dim=0.707)
+    assert softmax_factor(yarn) == pytest.approx((0.1 * 0.707 * math.log(40) + 1) ** 2)
+    assert softmax_factor(Rope("default", 1e4, 64)) == 1.0

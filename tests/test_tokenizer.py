@@ -2,6 +2,7 @@
 
 import json
 import random
+import unicodedata
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ from kvjax.errors import ModelError, RequestError
 from kvjax.tokenizer import StreamDecoder, Tokenizer
 
 GOLDENS = json.loads((Path(__file__).parent / "goldens" / "tokenizer_smollm2.json").read_text())
+PRE = json.loads((Path(__file__).parent / "goldens" / "pretokenizers.json").read_text())
 TEXTS = [entry["text"] for entry in GOLDENS["texts"]]
 SPM_METADATA = {f"tokenizer.ggml.{key}": value for key, value in GOLDENS["sentence_piece"]["fields"].items()}
 HELLO = [{"role": "user", "content": "Hi"}]
@@ -96,6 +98,37 @@ def test_ways_to_split_words_are_those_of_llama_cpp(metadata, pre):
         if pre == "qwen2" and "\u0301" in text:  # composed (NFC) by Qwen's own tokenizer, not by llama.cpp
             continue
         assert backend.encode(text, add_special_tokens=False).ids == ids, text
+
+
+def differs_from_llama_cpp(pre, text):
+    """Where kvjax follows the models' tokenizer.json and llama.cpp, whose regular expressions know less, does not.
+
+    - Qwen composes text (NFC) before it cuts.
+    - Tekken and o200k take marks as parts of words and know the case of letters outside ASCII; llama.cpp takes those as
+      of both cases and cuts ÉCOLE after its first letter.
+    - For DeepSeek-LLM U+3000 is punctuation too, for llama.cpp only a space.
+    """
+    if pre == "qwen2":
+        return not unicodedata.is_normalized("NFC", text)
+    if pre in ("tekken", "gpt-4o", "llama4"):
+        return "ÉCOLE" in text or any(unicodedata.category(letter)[0] == "M" for letter in text)
+    return pre == "deepseek-llm" and "\u3000" in text
+
+
+@pytest.mark.parametrize("pre", gguf_tokenizer._PATTERNS)
+def test_cuts_before_bpe_are_those_of_llama_cpp(pre):
+    """All names that kvjax knows.
+
+    Two are GPT-2's here but not in llama.cpp: it refuses `gpt2`, and for `default`, or no name at all, it also cuts at
+    punctuation and every three digits: a guess, of which it warns where there is no name.
+    """
+    fields = {"model": "gpt2", "tokens": PRE["tokens"], "merges": PRE["merges"], "pre": pre, "add_bos_token": False}
+    backend = gguf_tokenizer.build({f"tokenizer.ggml.{key}": value for key, value in fields.items()})
+    goldens = PRE["pre"]["gpt-2" if pre in ("gpt2", "default") else pre]
+    for text, index in zip(PRE["texts"], goldens, strict=True):
+        ids = backend.encode(text, add_special_tokens=False).ids
+        assert (ids != PRE["ids"][index]) == differs_from_llama_cpp(pre, text), text
+        assert backend.decode(ids) == (unicodedata.normalize("NFC", text) if backend.normalizer else text)
 
 
 def test_sentence_piece_is_that_of_llama_cpp(spm):

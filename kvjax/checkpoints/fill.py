@@ -38,6 +38,9 @@ def fill(source: TensorSource, spec: ParamSpec, out: np.ndarray) -> None:
       ModelError: a tensor has another shape; the text names it, what was found and what was expected.
     """
     begin, axis = 0, spec.concat_axis
+    if spec.rows is not None:
+        _fill_rows(source, spec, out)
+        return
     for name in spec.names:
         share = _share(source.shape(name), spec)
         end = begin + share[axis] if share and len(spec.names) > 1 else begin
@@ -48,6 +51,23 @@ def fill(source: TensorSource, spec: ParamSpec, out: np.ndarray) -> None:
         begin = end
     if len(spec.names) > 1 and begin != spec.shape[axis]:
         raise _shape_error(source, spec.names[-1], spec)
+
+
+def _fill_rows(source: TensorSource, spec: ParamSpec, out: np.ndarray) -> None:
+    """Some rows of one tensor, where other parameters have the rest."""
+    assert spec.rows is not None and len(spec.names) == 1 and not spec.transpose
+    (name,), (start, stop, count) = spec.names, spec.rows
+    stored = source.shape(name)
+    part = (stop - start, *stored[1:])
+    if not stored or stored[0] != count or part not in _merged(spec.shape, len(part)):
+        raise ModelError(
+            f"Tensor {name} of {source.describe()} has shape {stored}, but the model expects {count} rows, of which "
+            f"{start} to {stop} make {spec.shape}."
+        )
+    view = out.reshape(part)
+    row_bytes = math.prod(stored[1:]) * max(out.dtype.itemsize, source.dtype(name).itemsize)
+    for first, last in row_chunks(stop - start, row_bytes):
+        view[first:last] = source.read_rows(name, start + first, start + last).astype(out.dtype, copy=False)
 
 
 def _fill_part(source: TensorSource, name: str, transpose: bool, part: np.ndarray) -> None:

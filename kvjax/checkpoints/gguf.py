@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
 from etils import epath
 
 from kvjax.checkpoints.gguf_header import GGUFHeader, GGUFTensor, read_header
+from kvjax.checkpoints.gguf_tensors import Made, renamed, runs
 from kvjax.checkpoints.source import TensorSource, TokenizerSource, human_count, one_line, parameter_count
 from kvjax.errors import ModelError
 from kvjax.types import Family, GGUFNames
@@ -25,15 +25,7 @@ SHAPES_KEY = "tensor_shapes"
 
 _WIDE = 64
 _DEQUANTIZE_BYTES = 2 << 20
-_LAYER = re.compile(r"^blk\.(\d+)\.")
 _UNREADABLE = (KeyError, TypeError, ValueError, IndexError, AttributeError, ZeroDivisionError, OverflowError)
-
-
-class _Tensor(NamedTuple):
-    """A tensor under its Hugging Face name; `heads` counts the heads whose rows llama.cpp interleaved, or is 0."""
-
-    stored: GGUFTensor
-    heads: int
 
 
 class GGUFSource(TensorSource):
@@ -65,10 +57,11 @@ class GGUFSource(TensorSource):
         for name in FACTOR_TENSORS:
             if name in header.tensors:
                 metadata[name] = self._dequantize(header.tensors[name], 0, 1).reshape(-1).tolist()
+        weights = {name: tensor for name, tensor in header.tensors.items() if name not in FACTOR_TENSORS}
         arch = header.metadata["general.architecture"]
         try:
             self.config = names.config(metadata, arch)
-            self._tensors = _rename(header.tensors, names, self.config, arch)
+            self._tensors = renamed(weights, names, self.config, arch)
         except _UNREADABLE as error:
             reason = f"{type(error).__name__}: {one_line(error)}"
             raise ModelError(f"{self._path} has metadata that make no {arch} model ({reason}).") from error
@@ -79,20 +72,18 @@ class GGUFSource(TensorSource):
         return tuple(sorted(self._tensors))
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return self._tensors[name].stored.shape
+        return self._tensors[name].shape
 
     def dtype(self, name: str) -> np.dtype:
         return np.dtype(np.float32)
 
     def read_rows(self, name: str, start: int, stop: int) -> np.ndarray:
-        tensor, heads = self._tensors[name]
-        if len(tensor.shape) == 1 and not heads:
-            return self._dequantize(tensor, 0, 1).reshape(-1)[start:stop]
-        if heads:
-            return self._read_permuted(tensor, heads, start, stop)
-        per_row = tensor.rows // tensor.shape[0]
-        flat = self._dequantize(tensor, start * per_row, stop * per_row)
-        return flat.reshape(stop - start, *tensor.shape[1:])
+        found = self._tensors[name]
+        if isinstance(found, Made):
+            return self._make(found, start, stop)
+        if found.order is not None:
+            return self._gather(found.tensor, found.order[start:stop])
+        return self._stored(found.tensor, start, stop)
 
     def close(self) -> None:
         self._file.close()
@@ -104,17 +95,31 @@ class GGUFSource(TensorSource):
         count = human_count(parameter_count(self))
         return f"GGUF file {self._path}: {len(self._tensors)} tensors ({kinds}), {count} parameters"
 
-    def _read_permuted(self, tensor: GGUFTensor, heads: int, start: int, stop: int) -> np.ndarray:
-        """Rows in Hugging Face's order: both halves of a head apart. llama.cpp stores them as interleaved pairs."""
-        dim = tensor.shape[0] // heads
-        first, last = start // dim, -(-stop // dim)
+    def _stored(self, tensor: GGUFTensor, start: int, stop: int) -> np.ndarray:
+        """Entries of the first axis, as they are stored."""
         if len(tensor.shape) == 1:
-            block = self._dequantize(tensor, 0, 1).reshape(-1, 1)[first * dim : last * dim]
-        else:
-            block = self._dequantize(tensor, first * dim, last * dim)
-        pairs = block.reshape(last - first, dim // 2, 2, -1)
-        rows = pairs.swapaxes(1, 2).reshape((last - first) * dim, -1)[start - first * dim : stop - first * dim]
-        return rows.reshape(stop - start, *tensor.shape[1:])
+            return self._dequantize(tensor, 0, 1).reshape(-1)[start:stop]
+        per_row = tensor.rows // max(1, tensor.shape[0])
+        flat = self._dequantize(tensor, start * per_row, stop * per_row)
+        return flat.reshape(stop - start, *tensor.shape[1:])
+
+    def _gather(self, tensor: GGUFTensor, rows: np.ndarray) -> np.ndarray:
+        """Stored rows of these numbers, in their order."""
+        out = np.empty((len(rows), *tensor.shape[1:]), np.float32)
+        for first, stop in runs(rows):
+            here = (rows >= first) & (rows < stop)
+            out[here] = self._stored(tensor, first, stop)[rows[here] - first]
+        return out
+
+    def _make(self, made: Made, start: int, stop: int) -> np.ndarray:
+        """Rows of a tensor made of others, reading no more of those than its recipe needs."""
+        count = made.parts[0].shape[0]
+        if made.recipe.whole:
+            return made.recipe.make(*(self._stored(part, 0, part.shape[0]) for part in made.parts))[start:stop]
+        ratio = made.shape[0] // count
+        first, last = start // ratio, -(-stop // ratio)
+        block = made.recipe.make(*(self._stored(part, first, last) for part in made.parts))
+        return block[start - first * ratio : stop - first * ratio]
 
     def _dequantize(self, tensor: GGUFTensor, start: int, stop: int) -> np.ndarray:
         """Runs `start:stop` along the last axis, as (stop - start, shape[-1]) float32."""
@@ -157,26 +162,6 @@ def _family_names(path: epath.Path, metadata: Mapping[str, Any], families: Seque
             return names
     known = ", ".join(sorted({name for names in readers for name in names.architectures})) or "none"
     raise ModelError(f"{path} is of architecture {arch!r}, which is not supported; these are: {known}.")
-
-
-def _rename(
-    tensors: Mapping[str, GGUFTensor], names: GGUFNames, config: Mapping[str, Any], arch: str
-) -> dict[str, _Tensor]:
-    """Hugging Face name → tensor. A name without a counterpart stays, for the loader to report."""
-    permuted = names.permuted(arch)
-    renamed = {}
-    for name, tensor in tensors.items():
-        if name in FACTOR_TENSORS:
-            continue
-        layer = _LAYER.match(name)
-        general = _LAYER.sub("blk.{i}.", name)
-        new = names.tensors.get(general, name)
-        new = new.replace("{i}", layer.group(1)) if layer else new
-        heads = next((int(config[field]) for suffix, field in permuted.items() if new.endswith(suffix)), 0)
-        if heads and tensor.shape[0] % (2 * heads):
-            raise ValueError(f"{name} of {tensor.shape[0]} rows does not split into {heads} heads")
-        renamed[new] = _Tensor(tensor, heads)
-    return renamed
 
 
 def _generation_config(metadata: Mapping[str, Any]) -> dict[str, Any]:

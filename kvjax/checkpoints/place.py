@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import fnmatch
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -17,11 +17,14 @@ import numpy as np
 from kvjax.checkpoints import fill
 from kvjax.checkpoints.source import TensorSource
 from kvjax.errors import ModelError
-from kvjax.types import Params, ParamSpec
+from kvjax.types import Family, Params, ParamSpec
 
 ShardingOf = Callable[[ParamSpec], jax.sharding.Sharding | None]
 
-IGNORED = ("*.rotary_emb.inv_freq", "*.attn.bias", "*.attn.masked_bias", "lm_head.weight")
+IGNORED = (
+    *("*.rotary_emb.inv_freq", "*.attn.bias", "*.attn.masked_bias", "*.attention.bias", "*.attention.masked_bias"),
+    *("*.attention.rotary_emb.inv_freq", "lm_head.weight", "embed_out.weight"),
+)
 """Tensors that may be left over: recomputed constants, and the output projection that a tied model shares."""
 
 
@@ -36,6 +39,8 @@ def load_params(
     dtype: Any,
     sharding_of: ShardingOf = default_device,
     stacked: bool = False,
+    prefix: str = "",
+    unused: Sequence[str] = (),
 ) -> Params:
     """Reads a model's parameters.
 
@@ -45,14 +50,20 @@ def load_params(
       dtype: of all parameters.
       sharding_of: where a parameter goes; None is the default device.
       stacked: whether the list `specs["layers"]` becomes one tree whose leaves have a leading axis L.
+      prefix: the beginning of names that a checkpoint of the bare transformer leaves out.
+      unused: patterns of tensors that may be left over, beside `IGNORED`.
 
     Returns:
       The tree of `specs` with arrays of `dtype` for leaves.
 
     Raises:
-      ModelError: a tensor is missing, has another shape, or is one that no parameter uses.
+      ModelError: a tensor is missing, has another shape, or is one that no parameter uses; or layers of different
+        structure are to be stacked.
     """
-    _check_names(source, specs)
+    specs = _as_stored(source, specs, prefix)
+    _check_names(source, specs, unused)
+    if stacked:
+        check_stackable(specs)
     dtype = np.dtype(dtype)
     load = functools.partial(_load_leaf, source, dtype=dtype, sharding_of=sharding_of)
     if not stacked:
@@ -94,7 +105,33 @@ def _split(tree: Any) -> tuple[Any, list[Any]]:
     return {key: value for key, value in tree.items() if key != "layers"}, list(tree["layers"])
 
 
-def _check_names(source: TensorSource, specs: Any) -> None:
+def load_model(source: TensorSource, family: Family, config: Any, **how: Any) -> Params:
+    """`load_params` for a family; `how` is its dtype, sharding_of and stacked."""
+    return load_params(source, family.abstract(config), prefix=family.prefix, unused=family.unused(config), **how)
+
+
+def check_stackable(specs: Any) -> None:
+    """Raises ModelError if the layers differ in more than their names."""
+    forms = [jax.tree.map(lambda spec: (spec.shape, spec.axes), layer) for layer in specs["layers"]]
+    for i, form in enumerate(forms):
+        if form != forms[0]:
+            raise ModelError(
+                f"Layer {i} has other parameters than layer 0, so layers cannot be scanned: load unrolled."
+            )
+
+
+def _as_stored(source: TensorSource, specs: Any, prefix: str) -> Any:
+    """The specs with the names of this checkpoint: without the prefix if none of its tensors has it."""
+    if not prefix or any(name.startswith(prefix) for name in source.names()):
+        return specs
+
+    def bare(spec: ParamSpec) -> ParamSpec:
+        return dataclasses.replace(spec, names=tuple(name.removeprefix(prefix) for name in spec.names))
+
+    return jax.tree.map(bare, specs)
+
+
+def _check_names(source: TensorSource, specs: Any, unused: Sequence[str]) -> None:
     present = set(source.names())
     wanted = {name for spec in jax.tree.leaves(specs) for name in spec.names}
     missing = sorted(wanted - present)
@@ -103,7 +140,8 @@ def _check_names(source: TensorSource, specs: Any) -> None:
         raise ModelError(
             f"Tensor {missing[0]}{more} missing from {source.describe()}: is it the whole checkpoint, unquantized?"
         )
-    left = [name for name in sorted(present - wanted) if not any(fnmatch.fnmatch(name, rule) for rule in IGNORED)]
+    rules = (*IGNORED, *unused)
+    left = [name for name in sorted(present - wanted) if not any(fnmatch.fnmatch(name, rule) for rule in rules)]
     if left:
         raise ModelError(
             f"{source.describe()} has {len(left)} tensors that this model does not use ({', '.join(left[:3])}): "

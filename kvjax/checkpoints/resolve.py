@@ -12,25 +12,29 @@ from etils import epath
 from kvjax.checkpoints import default_model
 from kvjax.checkpoints.gguf import open_gguf
 from kvjax.checkpoints.orbax import MARKER, OrbaxSource
+from kvjax.checkpoints.quantized import dequantized
 from kvjax.checkpoints.safetensors import open_safetensors
 from kvjax.checkpoints.source import TensorSource, one_line
 from kvjax.errors import ModelError
 from kvjax.types import Family
 
 DEFAULT_NAMES = ("default", "smollm2")
+MINILM_NAMES = ("minilm",)
 _REPO = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+?)(?:@(?P<revision>[\w./-]+))?(?::(?P<file>[\w./-]+\.gguf))?")
 _FILES = ["*.safetensors", "*.json", "*.jinja", "tokenizer*"]
-_NOT_FILES = ["*/*", "consolidated*"]  # the same weights again, as Meta's and Mistral's own code wants them
+# The same weights again, as Meta's and Mistral's own code wants them. Of folders, only those whose names begin with a
+# digit are needed: sentence-transformers' 1_Pooling.
+_NOT_FILES = ["[!0-9]*/*", "*/*.safetensors", "consolidated*"]
 _SUFFIXES = (".gguf", ".safetensors", ".json", ".bin", ".pt", ".pth", ".ckpt")
 
 
 def open_checkpoint(what: str | epath.PathLike | None, families: Sequence[Family]) -> TensorSource:
-    """Opens a checkpoint, whatever its format and place.
+    """Opens a checkpoint, whatever its format and place; quantized weights appear dequantized.
 
     Args:
-      what: None, "default" or "smollm2" for the default model; a .gguf file; a folder (or `gs://` address) of
-        safetensors or one that `kvjax.checkpoints.orbax.save` wrote; or a repository of the Hugging Face hub,
-        "org/name", "org/name@revision" or "org/name:file.gguf".
+      what: None, "default" or "smollm2" for the default model; "minilm" for the default embedding model; a .gguf
+        file; a folder (or `gs://` address) of safetensors or one that `kvjax.checkpoints.orbax.save` wrote; or a
+        repository of the Hugging Face hub, "org/name", "org/name@revision" or "org/name:file.gguf".
       families: those that a GGUF file may be of.
 
     Raises:
@@ -39,8 +43,19 @@ def open_checkpoint(what: str | epath.PathLike | None, families: Sequence[Family
     if not isinstance(what, str | os.PathLike | None):
         choice = "give a repo id, a path, or None for the default model"
         raise ModelError(f"{reprlib.repr(what)} names no checkpoint: {choice}.")
+    source = _open(what, families)
+    try:
+        return dequantized(source)
+    except BaseException:
+        source.close()
+        raise
+
+
+def _open(what: str | epath.PathLike | None, families: Sequence[Family]) -> TensorSource:
     if what is None or what in DEFAULT_NAMES:
         return open_gguf(default_model.path(), families)
+    if what in MINILM_NAMES:
+        return open_safetensors(default_model.minilm())
     try:
         path = epath.Path(what).expanduser()
         exists = path.exists()

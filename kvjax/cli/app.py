@@ -13,6 +13,7 @@ import kvjax
 from kvjax.cli.batch import batch
 from kvjax.cli.chat import chat
 from kvjax.cli.convert import convert
+from kvjax.cli.embed import embed
 from kvjax.cli.generate import generate
 from kvjax.cli.info import info
 from kvjax.cli.interrupts import INTERRUPTED
@@ -61,7 +62,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (generate, chat, batch, info, convert):
+for command in (generate, chat, batch, embed, info, convert):
     app.command()(command)
 
 

@@ -89,13 +89,15 @@ def _settings(loading: Loading) -> dict[str, Any]:
     import jax
 
     from kvjax.checkpoints.resolve import open_checkpoint
-    from kvjax.models import FAMILIES, family_of
+    from kvjax.models import FAMILIES, config_of, family_of
 
     with open_checkpoint(loading.model, FAMILIES) as source:
-        context = family_of(source.config).config(source.config, loading.context).context
+        config = config_of(family_of(source.config), source.config, loading.context, loading.rope)
         model = source.describe()
     dtype = loading.dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16")
-    return {"model": model, "context": context, "dtype": str(dtype), "kv_dtype": str(loading.kv_dtype or dtype)}
+    settings = {"model": model, "context": config.context, "dtype": str(dtype)}
+    settings["kv_dtype"] = str(loading.kv_dtype or dtype)
+    return settings | ({"rope": loading.rope} if loading.rope else {})
 
 
 def _leave(said: str, code: int) -> NoReturn:

@@ -45,6 +45,7 @@ class Loading:
     context: int | None = None
     dtype: Dtype | None = None
     kv_dtype: Dtype | None = None
+    rope: str | None = None
     layers: Layers = Layers.unrolled
 
     def load(self, **options: Any) -> LLM:
@@ -60,6 +61,7 @@ class Loading:
             dtype=self.dtype and self.dtype.value,
             kv_dtype=self.kv_dtype and self.kv_dtype.value,
             layers=self.layers.value,
+            rope=self.rope,
             **options,
         )
 
@@ -132,6 +134,11 @@ _LOADING = _table(
         ("context", int, "Longest prompt with output to serve, in tokens (default: the model's own)"),
         ("dtype", Dtype, "Of parameters and activations (default: float32 on CPUs, else bfloat16)"),
         ("kv_dtype", Dtype, "Of the cached keys and values (default: as --dtype)"),
+        (
+            "rope",
+            str,
+            "Scale RoPE beyond the trained length: yarn:4, ntk:2, dynamic:4, linear:2, longrope:FILE, default",
+        ),
     ],
 ) | {
     "layers": _option(

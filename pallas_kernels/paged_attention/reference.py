@@ -24,16 +24,21 @@ def query_positions(row_starts: jax.Array, lengths: jax.Array, slots: jax.Array)
 def paged_attention(
     q: jax.Array,
     k_pages: jax.Array,
-    v_pages: jax.Array,
+    v_pages: jax.Array | None,
     table: jax.Array,
     lengths: jax.Array,
     row_starts: jax.Array,
     spec: AttentionSpec,
+    sinks: jax.Array | None = None,
+    slopes: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Gathers every slot's whole context for every token, then a dense softmax. Arguments as in `__init__`."""
     T, N, _ = q.shape
     if spec.layout == "head_major":
-        k_pages, v_pages = k_pages.transpose(0, 3, 1, 2), v_pages.swapaxes(1, 2)
+        k_pages = k_pages.transpose(0, 3, 1, 2)
+        v_pages = None if v_pages is None else v_pages.swapaxes(1, 2)
+    if v_pages is None:
+        v_pages = k_pages[..., : spec.latent]
     _, R, K, _ = k_pages.shape
     B, M = table.shape
     slots = query_slots(row_starts, T)
@@ -53,8 +58,13 @@ def paged_attention(
     logits = jnp.einsum("tkgh,tskh->tkgs", grouped, k, precision="highest") * jnp.float32(spec.scale)
     if spec.soft_cap is not None:
         logits = jnp.float32(spec.soft_cap) * jnp.tanh(logits / jnp.float32(spec.soft_cap))
+    if slopes is not None:
+        distance = (positions[:, None] - key_position).astype(jnp.float32)
+        logits -= slopes.reshape(1, K, N // K, 1) * distance[:, None, None, :]
     logits = jnp.where(visible[:, None, None, :], logits, -jnp.inf)
     lse = jax.scipy.special.logsumexp(logits, axis=-1)  # −inf where nothing is visible
+    if sinks is not None:
+        lse = jnp.where(jnp.isneginf(lse), lse, jnp.logaddexp(lse, sinks.reshape(1, K, N // K)))
     weights = jnp.where(
         jnp.isneginf(lse)[..., None], 0.0, jnp.exp(logits - jnp.where(jnp.isneginf(lse), 0.0, lse)[..., None])
     )

@@ -65,18 +65,21 @@ def _dot(subscripts: str, x: jax.Array, y: jax.Array) -> jax.Array:
 def paged_attention(
     q: jax.Array,
     k_pages: jax.Array,
-    v_pages: jax.Array,
+    v_pages: jax.Array | None,
     table: jax.Array,
     lengths: jax.Array,
     row_starts: jax.Array,
     spec: AttentionSpec,
     max_query: int,
+    sinks: jax.Array | None = None,
+    slopes: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Arguments as in `kvjax.pallas_kernels.paged_attention.paged_attention`."""
     (T, N, _), B = q.shape, table.shape[0]
     tokens = row_starts[1:] - row_starts[:-1]
-    carry = jnp.zeros((T, N, v_pages.shape[-1]), q.dtype), jnp.full((T, N), -jnp.inf, jnp.float32)
-    arrays = q, k_pages, v_pages, table, lengths, row_starts
+    Hv = spec.latent if v_pages is None else v_pages.shape[-1]
+    carry = jnp.zeros((T, N, Hv), q.dtype), jnp.full((T, N), -jnp.inf, jnp.float32)
+    arrays = q, k_pages, v_pages, table, lengths, row_starts, sinks, slopes
     carry = _attend_blocks(carry, *arrays, spec, tokens == 1, 1, min(T, B))
     if max_query > 1:
         C = min(BLOCK, 1 << (max_query - 1).bit_length())
@@ -88,10 +91,12 @@ def _attend_blocks(
     carry: tuple[jax.Array, jax.Array],
     q: jax.Array,
     k_pages: jax.Array,
-    v_pages: jax.Array,
+    v_pages: jax.Array | None,
     table: jax.Array,
     lengths: jax.Array,
     row_starts: jax.Array,
+    sinks: jax.Array | None,
+    slopes: jax.Array | None,
     spec: AttentionSpec,
     wanted: jax.Array,
     C: int,
@@ -100,10 +105,14 @@ def _attend_blocks(
     """Fills in (out, lse) for the slots in (B,) bool `wanted`, at most `most` blocks of C tokens."""
     T, N, _ = q.shape
     head_major = spec.layout == "head_major"
-    _, *inner, Hv = v_pages.shape
-    K, R = inner if head_major else inner[::-1]
+    Hv = carry[0].shape[-1]
+    K, R = (k_pages.shape[1], k_pages.shape[3]) if head_major else k_pages.shape[2:0:-1]
     k_rows, v_rows = ("bkhr", "bkrh") if head_major else ("brkh", "brkh")
     G, tile = N // K, min(TILE, most)
+    if slopes is not None:
+        row_slopes = jnp.tile(slopes.reshape(K, 1, G), (1, C, 1)).reshape(1, K, C * G, 1)
+    if v_pages is None and head_major:
+        v_rows = k_rows  # the first Hv numbers of the transposed keys
     blocks = _blocks(row_starts, lengths, wanted, C, -(-most // tile) * tile)
 
     def attend_tile(i: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
@@ -124,15 +133,21 @@ def _attend_blocks(
             m, l, acc = state
             physical = jax.lax.dynamic_index_in_dim(row_table, page, axis=1, keepdims=False)
             k = k_pages.at[physical].get(mode="clip")
-            v = v_pages.at[physical].get(mode="clip")
+            if v_pages is not None:
+                v = v_pages.at[physical].get(mode="clip")
+            else:
+                v = k[:, :, :Hv] if head_major else k[..., :Hv]
             key = page * R + jnp.arange(R, dtype=jnp.int32)
             # Rows beyond the length belong to nobody and may hold NaN: they must not come back as 0 × NaN.
             owned = key[None, :] < row_length
-            v = jnp.where(owned[:, None, :, None] if head_major else owned[:, :, None, None], v, jnp.zeros((), v.dtype))
+            owned = owned.reshape(tile, *(R if axis == "r" else 1 for axis in v_rows[1:]))
+            v = jnp.where(owned, v, jnp.zeros((), v.dtype))
             s = _dot(f"bkch,{k_rows}->bkcr", queries, k)
             if spec.soft_cap is not None:
                 s = jnp.float32(spec.soft_cap) * jnp.tanh(s / jnp.float32(spec.soft_cap))
             key = key[None, None, None, :]
+            if slopes is not None:
+                s = s - row_slopes * (row_position - key).astype(jnp.float32)
             seen = key <= row_position
             if spec.window is not None:
                 seen &= key > row_position - spec.window
@@ -150,6 +165,11 @@ def _attend_blocks(
         shape = (tile, K, C * G)
         state = (jnp.full(shape, FLOOR, jnp.float32), jnp.zeros(shape), jnp.zeros((*shape, Hv)))
         m, l, acc = jax.lax.fori_loop(first_page, position.max() // R + 1, attend_page, state)
+        if sinks is not None:
+            row_sinks = jnp.tile(sinks.reshape(K, 1, G), (1, C, 1)).reshape(1, K, C * G)
+            top = jnp.maximum(m, row_sinks)
+            shrink = jnp.exp(m - top)
+            m, l, acc = top, l * shrink + jnp.exp(row_sinks - top), acc * shrink[..., None]
 
         def packed(x: jax.Array) -> jax.Array:
             """(tile, K, C·G, ...) → (tile, C, N, ...)."""
