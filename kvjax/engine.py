@@ -49,7 +49,9 @@ def compute(
             program.cache, placement, cache, layer, q, k, v, scale, backend=program.backend, **features
         )
 
-    return program.forward(params, program.config, ids, placement.positions, cache, attend)
+    mesh = program.mesh or jax.sharding.get_abstract_mesh()
+    with jax.sharding.use_abstract_mesh(mesh):  # for what a compiler would not divide well by itself
+        return program.forward(params, program.config, ids, placement.positions, cache, attend)
 
 
 def step(program: Program, params: Params, state: EngineState, policy: Policy, packed: int) -> EngineState:

@@ -24,7 +24,7 @@ from kvjax.pallas_kernels import LAYOUTS
 from kvjax.pallas_kernels.paged_attention import BACKENDS
 from kvjax.plans import Model, Options, Request
 from kvjax.sampling_params import SamplingParams
-from kvjax.sharding import param_sharding
+from kvjax.sharding import MESH_AXES, automatic, param_sharding
 from kvjax.tokenizer import Tokenizer
 
 Message = Mapping[str, Any]
@@ -429,6 +429,8 @@ def load(
         raise ModelError(f"context is {context!r}: give a whole number of tokens, at least 2.")
     if mesh is not None and not isinstance(mesh, jax.sharding.Mesh):
         raise ModelError(f"mesh is {mesh!r}: give a jax.sharding.Mesh, e.g. jax.make_mesh((4,), ('model',)).")
+    if mesh is not None and (unknown := [name for name in mesh.axis_names if name not in MESH_AXES]):
+        raise ModelError(f"mesh has an axis {unknown[0]!r}: name its axes out of {', '.join(MESH_AXES)}.")
     run_options = _options(options)
     on_cpu = (mesh.devices.flat[0] if mesh is not None else jax.devices()[0]).platform == "cpu"
     dtype = _float_type("dtype", dtype or (jnp.float32 if on_cpu else jnp.bfloat16))
@@ -449,7 +451,8 @@ def load(
         params = load_model(source, family, config, dtype=dtype, sharding_of=param_sharding(mesh), stacked=stacked)
         description = source.describe()
     token_bytes = [tokenizer.token_bytes(token) for token in range(config.vocab)]
-    model = Model(family, config, params, tokenizer.eos_ids, token_bytes, dtype.name, storage, stacked)
+    shape = None if mesh is None else automatic(mesh).abstract_mesh
+    model = Model(family, config, params, tokenizer.eos_ids, token_bytes, dtype.name, storage, stacked, shape)
     return LLM(model, tokenizer, run_options, description)
 
 

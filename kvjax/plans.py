@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import AbstractMesh
 
 from kvjax import sampling
 from kvjax import state as engine_state
@@ -34,6 +35,7 @@ class Model:
       dtype: dtype name of the parameters and activations.
       storage: dtype name of the cached K and V.
       stacked: whether the layers are stacked for a scan.
+      mesh: the shape of the mesh that the parameters are on, or None.
     """
 
     family: Family
@@ -44,6 +46,7 @@ class Model:
     dtype: str
     storage: str
     stacked: bool
+    mesh: AbstractMesh | None = None
 
     @property
     def positions(self) -> str:
@@ -247,7 +250,16 @@ def program_of(
     """The static part of a loop that runs this model over such a cache; see `kvjax.state.Program`."""
     family = model.family
     return Program(
-        family.forward, family.unembed, model.config, model.config.width, model.dtype, cache, logprobs, backend, share
+        family.forward,
+        family.unembed,
+        model.config,
+        model.config.width,
+        model.dtype,
+        cache,
+        logprobs,
+        backend,
+        share,
+        model.mesh,
     )
 
 

@@ -20,6 +20,11 @@ RULES: dict[str, str] = {
 """Logical axis → mesh axis; a logical axis that is not here is replicated."""
 
 
+def automatic(mesh: Mesh) -> Mesh:
+    """The mesh with axes that leave sharding to XLA; those of `jax.make_mesh` want every operation to name its own."""
+    return Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
+
+
 def param_sharding(mesh: Mesh | None) -> Callable[[ParamSpec], NamedSharding | None]:
     """A function from a parameter to its sharding on the mesh; None, the default device, without a mesh.
 
@@ -28,8 +33,7 @@ def param_sharding(mesh: Mesh | None) -> Callable[[ParamSpec], NamedSharding | N
     if mesh is None:
         return lambda spec: None
 
-    # jax.make_mesh gives explicit axes, whose every operation must name its sharding; ours leave that to XLA.
-    mesh = Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
+    mesh = automatic(mesh)
 
     def axis(name: str | None, size: int) -> str | None:
         mapped = RULES.get(name or "")

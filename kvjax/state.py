@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import struct
+from jax.sharding import AbstractMesh
 
 from kvjax import cache as kv_cache
 from kvjax import prefix
@@ -33,6 +34,7 @@ class Program:
       logprobs: None, or how many top log-probabilities are recorded beside the chosen token's.
       backend: attention backend.
       share: whether prefixes are shared between requests.
+      mesh: the shape of the mesh that the parameters are on, or None.
     """
 
     forward: Callable[..., tuple[Any, jax.Array]]
@@ -44,6 +46,7 @@ class Program:
     logprobs: int | None = None
     backend: str = "xla"
     share: bool = True
+    mesh: AbstractMesh | None = None
 
 
 class Slots(struct.PyTreeNode):

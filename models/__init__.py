@@ -76,12 +76,11 @@ def config_of(
     """The config of a model, with another scaling of RoPE where one is given. Raises ModelError."""
     if rope is None:
         return family.config(hf, context)
-    config = family.config(rope_override.override(hf, rope), context)
-    if getattr(config, "rope", None) is None:
+    if getattr(family.config(hf, None), "rope", None) is None:
         raise ModelError(
             f"rope is {reprlib.repr(rope)}, but {hf['architectures'][0]} has no rotary positions to scale."
         )
-    return config
+    return family.config(rope_override.override(hf, rope), context)
 
 
 __all__ = ["FAMILIES", "REFUSED", "config_of", "family_of"]

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from kvjax.models import fields, moe
 from kvjax.models.gguf_deepseek import DEEPSEEK_GGUF
-from kvjax.models.layers import bias_spec, biased, embed, full_precision, gated_mlp, norm_spec, over_layers, project
+from kvjax.models.layers import bias_spec, biased, embed, gated_mlp, norm_spec, over_layers, per_head, project
 from kvjax.models.layers import rms_norm as _rms_norm
 from kvjax.models.layers import unembed as logits_of
 from kvjax.models.moe import Routing
@@ -160,11 +160,11 @@ def abstract(config: DeepseekConfig) -> Params:
     return tree
 
 
-def _abstract_layer(config: DeepseekConfig, prefix: str, sparse: bool) -> dict[str, ParamSpec]:
+def _abstract_layer(config: DeepseekConfig, prefix: str, sparse: bool) -> dict[str, Any]:
     D, N, C, Q = config.width, config.heads, config.latent, config.q_latent
     own = config.nope_dim + config.rope_dim
     attn = f"{prefix}self_attn."
-    layer = {
+    layer: dict[str, Any] = {
         "attn_norm": norm_spec(D, f"{prefix}input_layernorm.weight"),
         "to_latent": ParamSpec((C + config.rope_dim, D), (None, "width"), (f"{attn}kv_a_proj_with_mqa.weight",)),
         "latent_norm": norm_spec(C, f"{attn}kv_a_layernorm.weight", None),
@@ -193,7 +193,7 @@ def _abstract_layer(config: DeepseekConfig, prefix: str, sparse: bool) -> dict[s
     if config.corrected:
         layer["correction"] = bias_spec((E,), (None,), f"{prefix}mlp.gate.e_score_correction_bias")
     names = ("gate_proj", "up_proj", "down_proj")
-    layer |= moe.expert_specs(E, D, config.expert_ffw, f"{prefix}mlp.experts.{{e}}", *names)
+    layer["experts"] = moe.expert_specs(E, D, config.expert_ffw, f"{prefix}mlp.experts.{{e}}", *names)
     if config.shared_experts:
         layer |= _mlp_specs(config, f"{prefix}mlp.shared_experts.", config.expert_ffw * config.shared_experts)
     return layer
@@ -256,15 +256,15 @@ def absorbed(config: DeepseekConfig, p: Params, q: jax.Array) -> jax.Array:
     """q (T, N, nope + rope) → (T, N, latent + rope), which meets the cached latent instead of keys."""
     nope, turned = q[..., : config.nope_dim], q[..., config.nope_dim :]
     up = p["from_latent"][:, : config.nope_dim]
-    latent = jnp.einsum("tnh,nhc->tnc", nope, up, precision=full_precision(q), preferred_element_type=jnp.float32)
-    return jnp.concatenate([latent.astype(q.dtype), turned], axis=-1)
+    latent = per_head("tnh,nhc->tnc", nope, up)
+    return jnp.concatenate([latent, turned], axis=-1)
 
 
 def from_latent(latent: jax.Array, up: jax.Array) -> jax.Array:
     """latent (T, N, C) or (T, 1, C), up (N, h, C) → (T, N, h): keys without position, or values, of every head."""
-    spec = "tnc,nhc->tnh" if latent.shape[1] == up.shape[0] else "toc,nhc->tnh"
-    out = jnp.einsum(spec, latent, up, precision=full_precision(latent), preferred_element_type=jnp.float32)
-    return out.astype(latent.dtype)
+    if latent.shape[1] != up.shape[0]:
+        return project(latent[:, 0], up)
+    return per_head("tnc,nhc->tnh", latent, up)
 
 
 def expanded(config: DeepseekConfig, p: Params, key: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -286,8 +286,7 @@ def _feed_forward(config: DeepseekConfig, p: Params, h: jax.Array) -> jax.Array:
     assert config.routing is not None
     logits = logits_of(p["router"].astype(jnp.float32), h.astype(jnp.float32))
     weights, expert = moe.route(logits, config.routing, p.get("correction"))
-    compute = moe.swiglu_experts(p["experts_gate"], p["experts_up"], p["experts_down"])
-    return out + moe.mixture(h, weights, expert, config.routing.experts, compute)
+    return out + moe.mixture(h, weights, expert, p["experts"], moe.swiglu_experts)
 
 
 def unembed(params: Params, config: DeepseekConfig, hidden: jax.Array) -> jax.Array:

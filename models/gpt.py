@@ -1,8 +1,8 @@
 """The transformer with layer norms, in the forms of the years before Llama.
 
-GPT-2, OPT, GPT-NeoX, Falcon, BLOOM, MPT and XGLM differ in how they know positions, how q, k and v lie in their tensor, in biases, and in whether attention and
-feed-forward follow each other or stand side by side. Those choices are `GPTConfig`; a family's own file reads them from
-config.json and names the tensors.
+GPT-2, OPT, GPT-NeoX, Falcon, BLOOM, MPT and XGLM differ in how they know positions, how q, k and v lie in their tensor,
+in biases, and in whether attention and feed-forward follow each other or stand side by side. Those choices are
+`GPTConfig`; a family's own file reads them from config.json and names the tensors.
 """
 
 from __future__ import annotations

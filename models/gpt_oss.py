@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -114,13 +115,13 @@ def abstract(config: GptOssConfig) -> Params:
     return tree
 
 
-def _abstract_layer(config: GptOssConfig, prefix: str) -> dict[str, ParamSpec]:
+def _abstract_layer(config: GptOssConfig, prefix: str) -> dict[str, Any]:
     D, F, N, K, H, E = (
         config.width, config.ffw, config.heads, config.kv_heads, config.head_dim, config.routing.experts,
     )  # fmt: skip
     attention = [f"{prefix}self_attn.{part}_proj" for part in "qkvo"]
     experts = f"{prefix}mlp.experts."
-    layer = {
+    layer: dict[str, Any] = {
         "attn_norm": norm_spec(D, f"{prefix}input_layernorm.weight"),
         "q": ParamSpec((N, H, D), ("heads", None, "width"), (f"{attention[0]}.weight",)),
         "kv": ParamSpec(
@@ -131,11 +132,12 @@ def _abstract_layer(config: GptOssConfig, prefix: str) -> dict[str, ParamSpec]:
         "mlp_norm": norm_spec(D, f"{prefix}post_attention_layernorm.weight"),
         "router": ParamSpec((E, D), (None, "width"), (f"{prefix}mlp.router.weight",)),
         "router_bias": bias_spec((E,), (None,), f"{prefix}mlp.router.bias"),
-        # Columns of gate and up alternate, in (out) pairs: (E, D, F, 2) in the checkpoint's order.
-        "experts_gate_up": ParamSpec((E, D, 2 * F), ("experts", "width", "ffw"), (f"{experts}gate_up_proj",)),
-        "experts_gate_up_bias": bias_spec((E, 2 * F), ("experts", "ffw"), f"{experts}gate_up_proj_bias"),
-        "experts_down": ParamSpec((E, F, D), ("experts", "ffw", "width"), (f"{experts}down_proj",)),
-        "experts_down_bias": bias_spec((E, D), ("experts", "width"), f"{experts}down_proj_bias"),
+        "experts": {  # columns of gate and up alternate
+            "gate_up": ParamSpec((E, D, 2 * F), ("experts", "width", "ffw"), (f"{experts}gate_up_proj",)),
+            "gate_up_bias": bias_spec((E, 2 * F), ("experts", "ffw"), f"{experts}gate_up_proj_bias"),
+            "down": ParamSpec((E, F, D), ("experts", "ffw", "width"), (f"{experts}down_proj",)),
+            "down_bias": bias_spec((E, D), ("experts", "width"), f"{experts}down_proj_bias"),
+        },
     }
     if config.attn_bias:
         layer["q_bias"] = bias_spec((N, H), ("heads", None), f"{attention[0]}.bias")
@@ -167,23 +169,19 @@ def forward(
         x = x + biased(project(out, p["out"]), p.get("out_bias"))
         h = rms_norm(x, p["mlp_norm"], config.norm_eps)
         weights, expert = moe.route(logits_of(p["router"], h, p["router_bias"]), config.routing)
-        return cache, x + moe.mixture(h, weights, expert, config.routing.experts, _experts(config, p))
+        return cache, x + moe.mixture(h, weights, expert, p["experts"], functools.partial(_experts, config))
 
     cache, x = over_layers(block, cache, embed(params["embed"], tokens), params["layers"])
     return cache, rms_norm(x, params["final_norm"], config.norm_eps)
 
 
-def _experts(config: GptOssConfig, p: Params) -> Callable[..., jax.Array]:
+def _experts(config: GptOssConfig, experts: Params, rows: jax.Array, dot: Callable, pick: Callable) -> jax.Array:
     """`compute` of `moe.mixture`: (up + 1)·gate·σ(α·gate), both clamped."""
-
-    def compute(rows: jax.Array, dot: Callable[..., jax.Array], pick: Callable[..., jax.Array]) -> jax.Array:
-        both = dot(rows, p["experts_gate_up"]) + pick(p["experts_gate_up_bias"])
-        gate = jnp.minimum(both[:, 0::2], config.gate_limit)
-        up = jnp.clip(both[:, 1::2], -config.gate_limit, config.gate_limit)
-        hidden = (up + 1) * gate * jax.nn.sigmoid(gate * config.gate_slope)
-        return dot(hidden, p["experts_down"]) + pick(p["experts_down_bias"])
-
-    return compute
+    both = dot(rows, experts["gate_up"]) + pick(experts["gate_up_bias"])
+    gate = jnp.minimum(both[:, 0::2], config.gate_limit)
+    up = jnp.clip(both[:, 1::2], -config.gate_limit, config.gate_limit)
+    hidden = (up + 1) * gate * jax.nn.sigmoid(gate * config.gate_slope)
+    return dot(hidden, experts["down"]) + pick(experts["down_bias"])
 
 
 def unembed(params: Params, config: GptOssConfig, hidden: jax.Array) -> jax.Array:

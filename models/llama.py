@@ -208,13 +208,13 @@ def abstract(config: LlamaConfig) -> Params:
     return tree
 
 
-def _abstract_layer(config: LlamaConfig, prefix: str, sparse: bool) -> dict[str, ParamSpec]:
+def _abstract_layer(config: LlamaConfig, prefix: str, sparse: bool) -> dict[str, Any]:
     D, N, K, H = config.width, config.heads, config.kv_heads, config.head_dim
 
     def weight(shape: tuple[int, ...], axes: tuple[str | None, ...], *names: str) -> ParamSpec:
         return ParamSpec(shape, axes, tuple(f"{prefix}{name}.weight" for name in names))
 
-    layer = {
+    layer: dict[str, Any] = {
         "attn_norm": norm_spec(D, f"{prefix}input_layernorm.weight"),
         "q": weight((N, H, D), ("heads", None, "width"), "self_attn.q_proj"),
         "kv": weight((2, K, H, D), (None, "kv_heads", None, "width"), "self_attn.k_proj", "self_attn.v_proj"),
@@ -251,12 +251,12 @@ def _dense_specs(config: LlamaConfig, prefix: str) -> dict[str, ParamSpec]:
     return specs
 
 
-def _sparse_specs(config: LlamaConfig, prefix: str) -> dict[str, ParamSpec]:
+def _sparse_specs(config: LlamaConfig, prefix: str) -> dict[str, Any]:
     assert config.routing is not None
     E, D = config.routing.experts, config.width
     router, expert, *projections = config.expert_names
     specs = moe.expert_specs(E, D, config.expert_ffw, prefix + expert, *projections)
-    return {"router": ParamSpec((E, D), (None, "width"), (f"{prefix}{router}.weight",)), **specs}
+    return {"router": ParamSpec((E, D), (None, "width"), (f"{prefix}{router}.weight",)), "experts": specs}
 
 
 def kv_specs(config: LlamaConfig, storage: str) -> tuple[KVSpec, ...]:
@@ -303,8 +303,7 @@ def _feed_forward(config: LlamaConfig, p: Params, h: jax.Array) -> jax.Array:
         return gated_mlp(h, p["gate_up"], p["down"], p.get("gate_up_bias"), p.get("down_bias"))
     assert config.routing is not None
     weights, expert = moe.route(logits_of(p["router"], h), config.routing)
-    compute = moe.swiglu_experts(p["experts_gate"], p["experts_up"], p["experts_down"])
-    return moe.mixture(h, weights, expert, config.routing.experts, compute)
+    return moe.mixture(h, weights, expert, p["experts"], moe.swiglu_experts)
 
 
 def _qkv(config: LlamaConfig, p: Params, h: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:

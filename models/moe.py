@@ -9,10 +9,13 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
 from kvjax.models.layers import full_precision
-from kvjax.types import ParamSpec
+from kvjax.types import Params, ParamSpec
 
+AXIS = "expert"
+"""The mesh axis over which experts are divided, as `kvjax.sharding.RULES` has it."""
 BLOCK = 64  # most rows of one expert that the loop of `_by_blocks` multiplies at once
 
 
@@ -78,34 +81,66 @@ def _kept(merit: jax.Array, routing: Routing) -> jax.Array:
 
 
 def mixture(
-    x: jax.Array, weights: jax.Array, expert: jax.Array, experts: int, compute: Callable[..., jax.Array]
+    x: jax.Array, weights: jax.Array, expert: jax.Array, experts: Params, compute: Callable[..., jax.Array]
 ) -> jax.Array:
     """The weighted sum of what its experts make of each token.
+
+    Within an abstract mesh whose axis `expert` divides E, each of its parts computes the tokens of its own experts, and
+    the parts are added up; otherwise a compiler would gather all experts' weights on every chip.
 
     Args:
       x: (T, D).
       weights: (T, C) float32.
       expert: (T, C) int32.
-      experts: E.
-      compute: (rows (A, D) ordered by expert, `dot`, `pick`) → (A, D), where `dot(rows (A, i), weight (E, i, o))` →
-        (A, o) multiplies each row by its expert's matrix, and `pick(bias (E, o))` → (A, o) gives it its expert's bias.
+      experts: their parameters, each with a leading axis E.
+      compute: (experts, rows (A, D) ordered by expert, `dot`, `pick`) → (A, D), where `dot(rows (A, i), weight
+        (E, i, o))` → (A, o) multiplies each row by its expert's matrix, and `pick(bias (E, o))` → (A, o) gives it its
+        expert's bias.
 
     Returns:
       (T, D) in x's dtype. A row's arithmetic does not depend on the rows around it.
     """
-    T, C = expert.shape
+    mesh, E = jax.sharding.get_abstract_mesh(), jax.tree.leaves(experts)[0].shape[0]
+    parts = mesh.shape.get(AXIS, 1)
+    if parts == 1 or E % parts:
+        return _of_experts(x, weights, expert, experts, compute).astype(x.dtype)
+
+    def part(x: jax.Array, weights: jax.Array, expert: jax.Array, experts: Params) -> jax.Array:
+        first = jax.lax.axis_index(AXIS) * (E // parts)
+        return jax.lax.psum(_of_experts(x, weights, expert - first, experts, compute), AXIS)
+
+    everywhere = PartitionSpec()
+    divided = jax.shard_map(
+        part,
+        mesh=mesh,
+        axis_names={AXIS},
+        in_specs=(everywhere, everywhere, everywhere, PartitionSpec(AXIS)),
+        out_specs=everywhere,
+        check_vma=False,
+    )
+    return divided(x, weights, expert, experts).astype(x.dtype)
+
+
+def _of_experts(
+    x: jax.Array, weights: jax.Array, expert: jax.Array, experts: Params, compute: Callable[..., jax.Array]
+) -> jax.Array:
+    """(T, D) float32: the sum over those of the chosen experts that are among `experts`, numbered from 0."""
+    (T, C), count = expert.shape, jax.tree.leaves(experts)[0].shape[0]
     flat = expert.reshape(-1)
+    flat = jnp.where((flat >= 0) & (flat < count), flat, count)  # those of others stand last, in no group
     order = jnp.argsort(flat, stable=True)
-    sizes = jnp.zeros((experts,), jnp.int32).at[flat].add(1)
+    sizes = jnp.zeros((count,), jnp.int32).at[flat].add(1, mode="drop")
     of_row = flat[order]
-    out = compute(x[order // C], lambda rows, w: grouped_dot(rows, w, sizes), lambda bias: bias[of_row])
+    ours = jnp.minimum(of_row, count - 1)
+    out = compute(experts, x[order // C], lambda rows, w: grouped_dot(rows, w, sizes), lambda bias: bias[ours])
     out = out.astype(jnp.float32) * weights.reshape(-1)[order][:, None]
-    return jnp.zeros_like(out).at[order].set(out).reshape(T, C, -1).sum(axis=1).astype(x.dtype)
+    out = jnp.where((of_row < count)[:, None], out, 0)  # rows in no group may be anything
+    return jnp.zeros_like(out).at[order].set(out).reshape(T, C, -1).sum(axis=1)
 
 
-def swiglu_experts(gate: jax.Array, up: jax.Array, down: jax.Array) -> Callable[..., jax.Array]:
+def swiglu_experts(experts: Params, rows: jax.Array, dot: Callable, pick: Callable) -> jax.Array:
     """`compute` of `mixture` for SwiGLU experts: gate and up (E, D, F), down (E, F, D)."""
-    return lambda rows, dot, pick: dot(jax.nn.silu(dot(rows, gate)) * dot(rows, up), down)
+    return dot(jax.nn.silu(dot(rows, experts["gate"])) * dot(rows, experts["up"]), experts["down"])
 
 
 def grouped_dot(x: jax.Array, weight: jax.Array, sizes: jax.Array) -> jax.Array:
@@ -163,7 +198,7 @@ def expert_specs(experts: int, width: int, ffw: int, name: str, gate: str, up: s
         return ParamSpec((experts, *shape), ("experts", *axes), names, transpose=True)
 
     return {
-        "experts_gate": spec(gate, (width, ffw), ("width", "ffw")),
-        "experts_up": spec(up, (width, ffw), ("width", "ffw")),
-        "experts_down": spec(down, (ffw, width), ("ffw", "width")),
+        "gate": spec(gate, (width, ffw), ("width", "ffw")),
+        "up": spec(up, (width, ffw), ("width", "ffw")),
+        "down": spec(down, (ffw, width), ("ffw", "width")),
     }

@@ -16,6 +16,7 @@ _USAGE = (
     "give yarn:FACTOR, ntk:FACTOR, dynamic:FACTOR or linear:FACTOR, such as yarn:4; longrope:FILE with a JSON file of "
     "long_factor and short_factor; or default for none"
 )
+_MOST = 2**31 - 1
 _OWN = ("rope_theta", "partial_rotary_factor", "mscale", "mscale_all_dim")
 """What a scaling keeps of the checkpoint's."""
 
@@ -65,7 +66,7 @@ def override(hf: Mapping[str, Any], rope: str | Mapping[str, Any]) -> dict[str, 
     """
     if not isinstance(rope, str | Mapping):
         raise ModelError(f"rope is {reprlib.repr(rope)}: {_USAGE}.")
-    asked = parse(rope) if isinstance(rope, str) else dict(rope)
+    asked = parse(rope) if isinstance(rope, str) else _stated(rope)
     was = hf.get("rope_scaling") or hf.get("rope_parameters") or {}
     nested = isinstance(was, Mapping) and any(isinstance(value, Mapping) for value in was.values())
     whole = was.get("full_attention", {}) if nested else was  # a local layer's few positions need no stretching
@@ -83,10 +84,24 @@ def override(hf: Mapping[str, Any], rope: str | Mapping[str, Any]) -> dict[str, 
     factor = asked.get("factor")
     length = fields.get("original_max_position_embeddings", original)
     if length and isinstance(factor, int | float):
+        if not length * factor < _MOST:
+            raise ModelError(f"rope stretches {length} tokens by {factor}: at most {_MOST} positions are possible.")
         changed["max_position_embeddings"] = int(length * factor)
     elif asked["rope_type"] == "default" and length:
         changed["max_position_embeddings"] = int(length)
     return changed
+
+
+def _stated(rope: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of rope_scaling, whose kind may be called "type", as older files do."""
+    fields = {key: value for key, value in rope.items() if key != "type"}
+    fields.setdefault("rope_type", rope.get("type"))
+    kind, factor = fields["rope_type"], fields.get("factor")
+    if not isinstance(kind, str):
+        raise ModelError(f"rope is {reprlib.repr(dict(rope))}, without a rope_type: {_USAGE}.")
+    if kind in _WITH_FACTOR and (isinstance(factor, bool) or not isinstance(factor, int | float) or not factor >= 1):
+        raise ModelError(f"rope is {reprlib.repr(dict(rope))}: {kind} needs a factor of at least 1.")
+    return fields
 
 
 def _original(hf: Mapping[str, Any], fields: Mapping[str, Any]) -> int:

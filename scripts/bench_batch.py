@@ -179,11 +179,11 @@ def continuous_batching(context: bench_peers.LlamaContext, workload: Workload, s
 
 
 @contextlib.contextmanager
-def kvjax(job: Job) -> Iterator[Serve]:
-    """kvjax's façade with its default options."""
+def kvjax(job: Job, **options: Any) -> Iterator[Serve]:
+    """kvjax's façade; `options` as `kvjax.load` takes them, its defaults otherwise."""
     import kvjax as api
 
-    llm = api.load(job.model)
+    llm = api.load(job.model, **options)
 
     def serve(workload: Workload) -> list[list[int]]:
         params = [api.SamplingParams(max_new_tokens=new, ignore_eos=True) for new in workload.new_tokens]
@@ -202,6 +202,7 @@ ENGINES: dict[str, Callable[[Job], AbstractContextManager[Serve]]] = {
     "llama.cpp-unified": lambda job: llama_cpp(job, flash=False, unified=True),
     "llama.cpp-unified-flash": lambda job: llama_cpp(job, flash=True, unified=True),
     "kvjax": kvjax,
+    "kvjax-128": lambda job: kvjax(job, slots=128),
 }
 DEFAULT_ENGINES = ("hf", "llama.cpp", "kvjax")
 
@@ -212,14 +213,14 @@ def serve_job(job: Job) -> dict[str, Any]:
     with ENGINES[job.engine](job) as serve, compilations() as compiled:
         load_s = time.perf_counter() - began
         few = job.workload.take(range(min(job.slots, len(job.workload.prompts))))
-        warm_up = job.workload if job.engine == "kvjax" else Workload(few.prompts, [2] * len(few.prompts))
+        warm_up = job.workload if job.engine.startswith("kvjax") else Workload(few.prompts, [2] * len(few.prompts))
         _, warm_up_s = timed(serve, warm_up)
         compile_s = sum(compiled)
-        before = bench_cpu._cpu_seconds()
+        before = bench_cpu.cpu_seconds()
         cpu_s = time.process_time()
         tokens, seconds = timed(serve, job.workload)
         cpu_s = time.process_time() - cpu_s
-        load = bench_cpu._other_load(before, bench_cpu._cpu_seconds())
+        load = bench_cpu.other_load(before, bench_cpu.cpu_seconds())
     if list(map(len, tokens)) != job.workload.new_tokens:
         raise RuntimeError(f"{job.engine} did not generate as many tokens as were asked for.")
     return {
@@ -332,10 +333,10 @@ def sharing(job: Job, **options: Any) -> dict[str, Any]:
     """`first_tokens` of kvjax loaded with these options; K and V bounded, so that the memory is no matter."""
     import kvjax as api
 
-    before = bench_cpu._cpu_seconds()
+    before = bench_cpu.cpu_seconds()
     llm = api.load(job.model, slots=8, kv_bytes=1 << 30, **options)
     first, *later = asyncio.run(first_tokens(llm, bench_cpu.ordinary_tokens(job.model), job.seed))
-    load = bench_cpu._other_load(before, bench_cpu._cpu_seconds())
+    load = bench_cpu.other_load(before, bench_cpu.cpu_seconds())
     return {"first_s": first, "later_s": statistics.median(later), "other_load": load}
 
 
@@ -423,7 +424,7 @@ def summarise(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 def job_table(summaries: Sequence[dict[str, Any]], roofline_s: float | None, new: int, how: dict[str, str]) -> str:
     """Seconds and rates. The better peer is the fastest engine that is not kvjax."""
-    peers = [s["seconds"] for s in summaries if s["engine"] != "kvjax"]
+    peers = [s["seconds"] for s in summaries if not s["engine"].startswith("kvjax")]
 
     def row(name: str, means: str, seconds: float, *rest: str) -> tuple[str, ...]:
         return (
@@ -508,7 +509,7 @@ def report(
         f"{s['engine']}: its warm-up, the same job, took {s['warm_up_s']:.1f} s, {s['compile_s']:.1f} of them XLA's "
         f"compiler; {s['compile_measured_s']:.1f} s of the compiler are in the measured job."
         for s in summaries
-        if s["engine"] == "kvjax"
+        if s["engine"].startswith("kvjax")
     ]
     found = agreement(summaries)
     if found:

@@ -186,21 +186,21 @@ def work(job: Job, out: pathlib.Path) -> None:
             with session(job.prompts[:batch], job.new_tokens) as run:
                 run(min(WARM_UP_TOKENS, job.new_tokens))
                 for _ in range(job.repeats):
-                    before = _cpu_seconds()
+                    before = cpu_seconds()
                     timing = run(job.new_tokens)
                     record = dataclasses.asdict(timing) | {
                         "engine": job.engine,
                         "batch": batch,
                         "prompt_tokens": sum(map(len, job.prompts[:batch])),
                         "load_s": load_s,
-                        "other_load": _other_load(before, _cpu_seconds()),
+                        "other_load": other_load(before, cpu_seconds()),
                         "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
                         * (1 if sys.platform == "darwin" else 1024),
                     }
                     print(json.dumps(record), file=lines, flush=True)
 
 
-def _cpu_seconds() -> tuple[float, float, float] | None:
+def cpu_seconds() -> tuple[float, float, float] | None:
     """(wall, CPU seconds of the whole machine, CPU seconds of this process); None where the system does not tell."""
     try:
         fields = pathlib.Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]
@@ -211,7 +211,7 @@ def _cpu_seconds() -> tuple[float, float, float] | None:
     return time.monotonic(), machine, time.process_time()
 
 
-def _other_load(before: tuple[float, ...] | None, after: tuple[float, ...] | None) -> float | None:
+def other_load(before: tuple[float, ...] | None, after: tuple[float, ...] | None) -> float | None:
     """Share of the machine's CPUs that other processes had in between."""
     if before is None or after is None or after[0] <= before[0]:
         return None

@@ -37,7 +37,7 @@ def model_of(name: str, *, stacked: bool = False, mesh=None) -> Model:
             how = {"dtype": jnp.float32, "stacked": stacked, "sharding_of": sharding.param_sharding(mesh)}
             params = load_model(source, family, config, **how)
     token_bytes = [bytes([token % 256]) for token in range(config.vocab)]
-    return Model(family, config, params, (), token_bytes, "float32", "float32", stacked)
+    return Model(family, config, params, (), token_bytes, "float32", "float32", stacked, mesh and mesh.abstract_mesh)
 
 
 def stackable(name: str) -> bool:
@@ -176,7 +176,7 @@ def test_every_large_parameter_has_an_axis_to_be_sharded_over(name):
 @pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss"])
 def test_experts_over_a_mesh(name):
     """Parameters over `expert` and `model`, two devices each; tokens as on one."""
-    mesh = jax.make_mesh((2, 2), ("expert", "model"))
+    mesh = sharding.automatic(jax.make_mesh((2, 2), ("expert", "model")))
     model = model_of(name, mesh=mesh)
     placed = [x.sharding.spec for x in jax.tree.leaves(model.params)]
     assert any("expert" in spec for spec in placed) and any("model" in spec for spec in placed)
@@ -248,6 +248,32 @@ def test_missing_and_left_over_tensors_are_named(tmp_path):
     for folder, message in (("a", f"Tensor {name} missing"), ("b", "does not use .model.extra.weight.")):
         with open_checkpoint(str(tmp_path / folder), FAMILIES) as source, pytest.raises(ModelError, match=message):
             load_model(source, family, family.config(source.config, None), dtype=jnp.float32)
+
+
+def test_integers_are_no_weights(tmp_path):
+    weights = dict(golden_families.of("gpt2"))
+    name = "transformer.h.1.mlp.c_fc.weight"
+    weights[name] = np.ones(weights[name].shape, np.int8)
+    golden_families.write_checkpoint("gpt2", tmp_path, weights)
+    family = family_of(golden_families.config("gpt2"))
+    with (
+        open_checkpoint(str(tmp_path), FAMILIES) as source,
+        pytest.raises(ModelError, match=rf"Tensor {name} .*holds integers \(int8\)"),
+    ):
+        load_model(source, family, family.config(source.config, None), dtype=jnp.float32)
+
+
+@pytest.mark.parametrize("name", ["deepseek_v3", "gpt_oss", "qwen3_moe"])
+def test_bfloat16(name):
+    """Parameters, activations and cache of 16 bits: logits near those of 32, through the compiled loop."""
+    model = model_of(name)
+    narrow = dataclasses.replace(
+        model, params=jax.tree.map(lambda x: x.astype(jnp.bfloat16), model.params), dtype="bfloat16", storage="bfloat16"
+    )
+    asked = requests([golden_families.golden(name)["prompt_1"]], SamplingParams(max_new_tokens=4, logprobs=0))
+    wide, found = (outputs(m, asked, share_prefixes=False)[0] for m in (model, narrow))
+    first = [o.logprobs[0].chosen for o in (wide, found) if o.logprobs]
+    assert wide.tokens[0] == found.tokens[0] and abs(first[0] - first[1]) < 0.3
 
 
 def test_deepseeks_layer_for_a_second_token_is_left_out(tmp_path):

@@ -1,12 +1,17 @@
 """Mixture of experts: routing by its definition, the grouped product against every expert computed for every token."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
+from kvjax import sharding
 from kvjax.models import moe
 from kvjax.models.moe import Routing
 
@@ -32,7 +37,9 @@ def test_mixture_is_the_weighted_sum(T, E, C):
     rng = np.random.default_rng(1)
     expert = np.stack([rng.permutation(E)[:C] for _ in range(T)]).astype(np.int32)
     weights = rng.random((T, C)).astype(np.float32)
-    got = jax.jit(lambda x, w, e: moe.mixture(x, w, e, E, moe.swiglu_experts(gate, up, down)))(x, weights, expert)
+    experts = {"gate": gate, "up": up, "down": down}
+    mixture = jax.jit(moe.mixture, static_argnames="compute")
+    got = mixture(x, weights, expert, experts, compute=moe.swiglu_experts)
     np.testing.assert_allclose(got, dense_oracle(x, weights, expert, gate, up, down), atol=1e-5)
 
 
@@ -56,7 +63,7 @@ def test_a_row_does_not_depend_on_the_rows_around_it():
 
     def run(rows):
         weights, expert = moe.route(logits[rows], Routing(6, 2, normalize=True))
-        return moe.mixture(jnp.asarray(x)[rows], weights, expert, 6, moe.swiglu_experts(gate, up, down))
+        return moe.mixture(x[rows], weights, expert, {"gate": gate, "up": up, "down": down}, moe.swiglu_experts)
 
     rows = jnp.arange(40)
     np.testing.assert_array_equal(run(rows)[17:21], run(rows[::-1])[40 - 21 : 40 - 17][::-1])
@@ -89,3 +96,23 @@ def test_routing_by_groups():
     weights, corrected = moe.route(logits, two, correction)
     assert corrected.tolist() == [[0, 1]]
     np.testing.assert_allclose(weights[0], 1 / (1 + np.exp([-9.0, 9.0])), rtol=1e-4)  # scores without correction
+
+
+def test_experts_divided_over_a_mesh():
+    """Each part computes its own experts' tokens: the same sums, and no weight of an expert is gathered."""
+    x, gate, up, down = map(jnp.asarray, build(40, 8))
+    logits = jnp.asarray(np.random.default_rng(3).standard_normal((40, 8)), jnp.float32)
+    weights, expert = moe.route(logits, Routing(8, 3, normalize=True))
+    args = (x, weights, expert, {"gate": gate, "up": up, "down": down})
+    mesh = sharding.automatic(jax.make_mesh((4, 2), ("expert", "model")))
+
+    def mixture(x, weights, expert, experts):
+        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+            return moe.mixture(x, weights, expert, experts, moe.swiglu_experts)
+
+    specs = {"gate": P("expert", None, "model"), "up": P("expert", None, "model"), "down": P("expert", "model")}
+    placed = jax.tree.map(lambda a, s: jax.device_put(a, NamedSharding(mesh, s)), args, (P(), P(), P(), specs))
+    compiled = jax.jit(mixture).lower(*placed).compile()
+    np.testing.assert_allclose(compiled(*placed), moe.mixture(*args, compute=moe.swiglu_experts), atol=1e-5)
+    gathered = re.findall(r"= \w+\[([\d,]+)\]\S* all-gather", compiled.as_text() or "")
+    assert not [shape for shape in gathered if shape.startswith("8,")]  # the leading axis of a whole set of experts

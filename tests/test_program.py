@@ -9,6 +9,7 @@ import pytest
 from engines import tiny
 from jax.experimental import topologies
 from jax.sharding import SingleDeviceSharding
+from test_families import model_of
 
 from kvjax import engine
 from kvjax import state as engine_state
@@ -71,10 +72,24 @@ def test_cpu_loop_copies_no_cache(name, stacked):
     program, state = program_and_state(model.family, model.config, "float32", 4, 16, 256, stacked)
     compiled = compile_run(program, model.params, state, 16)
     assert_lean(compiled, state)
+    assert_in_place(compiled, state)
+
+
+def assert_in_place(compiled, state) -> None:
     memory = compiled.memory_analysis()
     cache_bytes = sum(x.size * 4 for group in state.cache.groups for x in jax.tree.leaves(group.kv))
     assert memory.alias_size_in_bytes >= cache_bytes  # donated: updated in place
     assert memory.temp_size_in_bytes < cache_bytes / 4
+
+
+@pytest.mark.parametrize("name", ["gemma3", "deepseek_v3", "gpt_oss"])
+def test_cpu_loop_of_other_caches(name):
+    """Two groups of layers, latent pages, experts."""
+    model = model_of(name)
+    program, state = program_and_state(model.family, model.config, "float32", 4, 16, 256, False)
+    compiled = compile_run(program, model.params, state, 16)
+    assert_lean(compiled, state)
+    assert_in_place(compiled, state)
 
 
 def test_the_check_for_copies_sees_one():
@@ -93,6 +108,24 @@ SMALL_LLAMA_3 = {
 }  # fmt: skip
 
 
+GEMMA_3_1B = {
+    "architectures": ["Gemma3ForCausalLM"], "vocab_size": 262144, "hidden_size": 1152, "intermediate_size": 6912,
+    "num_hidden_layers": 6, "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 256,
+    "max_position_embeddings": 32768, "sliding_window": 512,
+}  # fmt: skip
+DEEPSEEK_V2_LITE = {
+    "architectures": ["DeepseekV2ForCausalLM"], "vocab_size": 102400, "hidden_size": 2048, "intermediate_size": 10944,
+    "moe_intermediate_size": 1408, "num_hidden_layers": 3, "num_attention_heads": 16, "n_routed_experts": 64,
+    "n_shared_experts": 2, "num_experts_per_tok": 6, "first_k_dense_replace": 1, "q_lora_rank": None,
+    "kv_lora_rank": 512, "max_position_embeddings": 32768,
+}  # fmt: skip
+GPT_OSS_20B = {
+    "architectures": ["GptOssForCausalLM"], "vocab_size": 201088, "hidden_size": 2880, "intermediate_size": 2880,
+    "num_hidden_layers": 2, "num_local_experts": 32, "max_position_embeddings": 131072,
+}  # fmt: skip
+"""Real shapes, but for the number of layers."""
+
+
 @functools.cache
 def chip(name: str) -> SingleDeviceSharding:
     topology = topologies.get_topology_desc(platform="tpu", topology_name=f"{name}:2x2")
@@ -101,6 +134,19 @@ def chip(name: str) -> SingleDeviceSharding:
 
 def on(sharding, tree):
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("hf", [GEMMA_3_1B, DEEPSEEK_V2_LITE, GPT_OSS_20B], ids=["gemma", "deepseek", "gpt_oss"])
+def test_tpu_loop_of_other_caches(hf):
+    """Two groups of layers, latent pages, experts by a grouped product: a v5e copies no page and expands no expert."""
+    family = family_of(hf)
+    config = family.config(hf, None)
+    params = jax.tree.map(lambda spec: jax.ShapeDtypeStruct(spec.shape, jnp.bfloat16), family.abstract(config))
+    program, state = program_and_state(family, config, "bfloat16", 32, 128, 16, False, "token_major")
+    compiled = compile_run(program, on(chip("v5e"), params), on(chip("v5e"), state), 256)
+    assert_lean(compiled, state)
+    assert compiled.memory_analysis().temp_size_in_bytes < 512 << 20
 
 
 @pytest.mark.parametrize(("name", "stacked"), [("v5e", False), ("v5e", True), ("v6e", False)])

@@ -78,6 +78,8 @@ def test_fp8_tiles(tmp_path):
         ({"quant_method": "gptq"}, "is quantized by 'gptq', which cannot be read: use the unquantized"),
         ({"quant_method": "fp8"}, "weight_block_size None: only tiles of two sizes"),
         ("int4", "is quantized by 'int4'"),
+        ("fp8", "is quantized by 'fp8'"),
+        ({"quant_method": "mxfp4"}, "is quantized by 'mxfp4'"),
     ],
 )
 def test_other_forms_are_refused(tmp_path, quantization, message):

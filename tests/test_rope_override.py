@@ -59,6 +59,28 @@ def test_fields_instead_of_a_word():
     assert (found.rope.original_length, found.rope.beta_fast, found.context) == (100, 16.0, 200)
 
 
+def test_fields_may_be_spelled_as_in_older_files():
+    assert config(LLAMA, {"type": "yarn", "factor": 2.0}).rope.kind == "yarn"
+
+
+@pytest.mark.parametrize(
+    "rope, message",
+    [
+        ({"factor": 4.0}, "without a rope_type: give yarn:FACTOR"),
+        ({}, "without a rope_type"),
+        ({"rope_type": None}, "without a rope_type"),
+        ({"rope_type": "yarn"}, "yarn needs a factor of at least 1"),
+        ({"rope_type": "linear", "factor": "2"}, "linear needs a factor of at least 1"),
+        ({"rope_type": "zarn", "factor": 2.0}, "RoPE type 'zarn'"),
+        ("yarn:1e308", "rope stretches 256 tokens by 1e.308: at most 2147483647 positions"),
+        (7, "rope is 7: give yarn:FACTOR"),
+    ],
+)
+def test_impossible_scalings_are_refused(rope, message):
+    with pytest.raises(ModelError, match=message):
+        config(LLAMA, rope)
+
+
 def test_longrope_from_a_file(tmp_path):
     path = tmp_path / "factors.json"
     path.write_text(json.dumps({"short_factor": [1.0] * 8, "long_factor": [2.0] * 8}))

@@ -38,6 +38,12 @@ def fill(source: TensorSource, spec: ParamSpec, out: np.ndarray) -> None:
       ModelError: a tensor has another shape; the text names it, what was found and what was expected.
     """
     begin, axis = 0, spec.concat_axis
+    for name in spec.names:
+        if source.dtype(name).kind in "iub":
+            raise ModelError(
+                f"Tensor {name} of {source.describe()} holds integers ({source.dtype(name)}) where the model has "
+                "weights: it is quantized in a way that is not supported."
+            )
     if spec.rows is not None:
         _fill_rows(source, spec, out)
         return

@@ -28,9 +28,9 @@ def dequantized(source: TensorSource) -> TensorSource:
     if stated is None:
         return source
     method = stated.get("quant_method") if isinstance(stated, Mapping) else stated
-    if method == "mxfp4":
+    if method == "mxfp4" and any(name.endswith("_blocks") for name in source.names()):
         return MXFP4Source(source)
-    if method == "fp8":
+    if method == "fp8" and isinstance(stated, Mapping):
         return FP8Source(source, stated)
     raise ModelError(
         f"{source.describe()} is quantized by {method!r}, which cannot be read: use the unquantized checkpoint, or a "
