@@ -593,7 +593,7 @@ BAD_MODELS = {
     "empty folder": (lambda folder: [file.unlink() for file in folder.iterdir()] and None, "no .safetensors"),
     "truncated gguf": (truncated_gguf, "no usable GGUF"),
     "truncated safetensors": (lambda folder: truncate(folder / "model.safetensors", 100_000), "truncated"),
-    "unknown architecture": (lambda folder: change_config(folder, architectures=["BloomForCausalLM"]), "Bloom"),
+    "unknown architecture": (lambda folder: change_config(folder, architectures=["RwkvForCausalLM"]), "Rwkv"),
     "wrong shape": (wrong_shape, "layers.1.mlp.up_proj"),
     "vocabulary mismatch": (smaller_vocabulary, "vocabulary of 300"),
     "broken config": (written("config.json", b"{"), None),

@@ -108,6 +108,7 @@ def test_layers_that_differ_are_not_stacked(name):
             tokens(model_of(name, stacked=True), [[1, 2]], GREEDY)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gemma3", "deepseek_v3", "gpt_oss", "mpt", "phi3_long"])
 def test_pages_run_out(name):
     """Preemption and recomputation, with the pages of about one and a half requests."""
@@ -173,6 +174,7 @@ def test_every_large_parameter_has_an_axis_to_be_sharded_over(name):
 # --- experts ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss"])
 def test_experts_over_a_mesh(name):
     """Parameters over `expert` and `model`, two devices each; tokens as on one."""
