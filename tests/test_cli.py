@@ -140,6 +140,13 @@ def test_length_defaults_to_what_the_context_has_room_for(llm, model):
     assert invoke("generate", prompt, "-m", model, "--raw", "--ignore-eos").stdout == expected
 
 
+def test_info_lists_the_families():
+    shown = invoke("info", "--families")
+    assert shown.exit_code == 0 and "deepseek" in shown.stdout and "DeepseekV3ForCausalLM" in shown.stdout
+    listed = json.loads(invoke("info", "--families", "--json").stdout)
+    assert listed["mpt"] == ["MptForCausalLM", "MPTForCausalLM"] and "BertModel" in listed["bert"]
+
+
 def test_loading_options_reach_the_loader(model, monkeypatch):
     seen: dict[str, Any] = {}
 

@@ -24,12 +24,25 @@ def info(
     model: Annotated[str | None, typer.Argument(help="Model, as for generate (default: SmolLM2-135M)")] = None,
     context: Annotated[int | None, typer.Option(help="Longest prompt with output to serve")] = None,
     rope: Annotated[str | None, typer.Option(help="Scale RoPE as for generate, e.g. yarn:4")] = None,
+    families: Annotated[bool, typer.Option("--families", help="List the architectures that kvjax runs")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object")] = False,
 ) -> None:
-    """Show a model's configuration and the bytes of its KV cache."""
+    """Show a model's configuration and the bytes of its KV cache, or what models there are."""
     import_engine()
+    if families:
+        found = _families()
+        print(json.dumps(found, indent=1) if as_json else _table({name: " ".join(of) for name, of in found.items()}))
+        return
     facts = describe(model, context, rope)
     print(json.dumps(facts, indent=1, ensure_ascii=False) if as_json else _table(facts))
+
+
+def _families() -> dict[str, tuple[str, ...]]:
+    """Family → values of config.json's `architectures` that it runs."""
+    from kvjax.models import FAMILIES
+    from kvjax.models.bert import ENCODERS
+
+    return {family.name: family.architectures for family in (*FAMILIES, *ENCODERS)}
 
 
 def describe(what: str | None, context: int | None = None, rope: str | None = None) -> dict[str, Any]:
