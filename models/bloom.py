@@ -6,7 +6,7 @@ import functools
 from collections.abc import Mapping
 from typing import Any
 
-from kvjax.models import fields, gguf_gpt, gpt
+from kvjax.models import decoder, fields, gguf_gpt, gpt
 from kvjax.models.positions import alibi_slopes
 from kvjax.types import Family
 
@@ -59,7 +59,7 @@ BLOOM = Family(
     abstract=functools.partial(gpt.abstract, names=NAMES),
     kv_specs=gpt.kv_specs,
     forward=gpt.forward,
-    unembed=gpt.unembed,
+    unembed=decoder.unembed,
     gguf=gguf_gpt.bloom(NAMES),
     prefix="transformer.",
 )

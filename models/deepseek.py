@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from kvjax.models import fields, moe
+from kvjax.models import decoder, fields, moe
 from kvjax.models.gguf_deepseek import DEEPSEEK_GGUF
 from kvjax.models.layers import bias_spec, biased, embed, gated_mlp, norm_spec, over_layers, per_head, project
 from kvjax.models.layers import rms_norm as _rms_norm
@@ -149,15 +149,9 @@ def _routing(hf: Mapping[str, Any], third: bool) -> Routing:
 
 def abstract(config: DeepseekConfig) -> Params:
     """The tree of ParamSpec."""
-    D, V = config.width, config.vocab
-    tree: dict[str, Any] = {
-        "embed": ParamSpec((V, D), ("vocab", "width"), ("model.embed_tokens.weight",)),
-        "layers": [_abstract_layer(config, f"model.layers.{i}.", s) for i, s in enumerate(config.sparse)],
-        "final_norm": norm_spec(D, "model.norm.weight"),
-    }
-    if not config.tied:
-        tree["unembed"] = ParamSpec((V, D), ("vocab", "width"), ("lm_head.weight",))
-    return tree
+    return decoder.whole(
+        config, [_abstract_layer(config, f"model.layers.{i}.", s) for i, s in enumerate(config.sparse)]
+    )
 
 
 def _abstract_layer(config: DeepseekConfig, prefix: str, sparse: bool) -> dict[str, Any]:
@@ -186,7 +180,7 @@ def _abstract_layer(config: DeepseekConfig, prefix: str, sparse: bool) -> dict[s
         if Q is not None:
             layer["to_q_latent_bias"] = bias_spec((Q,), (None,), f"{attn}q_a_proj.bias")
     if not sparse:
-        return layer | _mlp_specs(config, f"{prefix}mlp.", config.ffw)
+        return layer | decoder.mlp_specs(D, config.ffw, f"{prefix}mlp.", bias=config.mlp_bias)
     assert config.routing is not None
     E = config.routing.experts
     layer["router"] = ParamSpec((E, D), (None, "width"), (f"{prefix}mlp.gate.weight",))
@@ -195,20 +189,9 @@ def _abstract_layer(config: DeepseekConfig, prefix: str, sparse: bool) -> dict[s
     names = ("gate_proj", "up_proj", "down_proj")
     layer["experts"] = moe.expert_specs(E, D, config.expert_ffw, f"{prefix}mlp.experts.{{e}}", *names)
     if config.shared_experts:
-        layer |= _mlp_specs(config, f"{prefix}mlp.shared_experts.", config.expert_ffw * config.shared_experts)
+        shared = config.expert_ffw * config.shared_experts
+        layer |= decoder.mlp_specs(D, shared, f"{prefix}mlp.shared_experts.", bias=config.mlp_bias)
     return layer
-
-
-def _mlp_specs(config: DeepseekConfig, name: str, ffw: int) -> dict[str, ParamSpec]:
-    D = config.width
-    specs = {
-        "gate_up": ParamSpec((2, ffw, D), (None, "ffw", "width"), (f"{name}gate_proj.weight", f"{name}up_proj.weight")),
-        "down": ParamSpec((D, ffw), ("width", "ffw"), (f"{name}down_proj.weight",)),
-    }
-    if config.mlp_bias:
-        specs["gate_up_bias"] = bias_spec((2, ffw), (None, "ffw"), f"{name}gate_proj.bias", f"{name}up_proj.bias")
-        specs["down_bias"] = bias_spec((D,), ("width",), f"{name}down_proj.bias")
-    return specs
 
 
 def kv_specs(config: DeepseekConfig, storage: str) -> tuple[KVSpec, ...]:
@@ -228,7 +211,7 @@ def forward(
         q, key = queries_and_latent(config, p, h, angles)
         cache, latent = attend(cache, layer, absorbed(config, p, q), key, None, config.scale)
         out = from_latent(latent, p["from_latent"][:, config.nope_dim :])
-        x = x + biased(project(out, p["out"]), p.get("out_bias"))
+        x = x + decoder.attention_output(p, out)
         return cache, x + _feed_forward(config, p, _rms_norm(x, p["mlp_norm"], config.norm_eps))
 
     cache, x = over_layers(block, cache, embed(params["embed"], tokens), params["layers"])
@@ -289,11 +272,6 @@ def _feed_forward(config: DeepseekConfig, p: Params, h: jax.Array) -> jax.Array:
     return out + moe.mixture(h, weights, expert, p["experts"], moe.swiglu_experts)
 
 
-def unembed(params: Params, config: DeepseekConfig, hidden: jax.Array) -> jax.Array:
-    """hidden (T, D) → logits (T, V) float32."""
-    return logits_of(params["embed"] if config.tied else params["unembed"], hidden)
-
-
 DEEPSEEK = Family(
     name="deepseek",
     architectures=ARCHITECTURES,
@@ -301,7 +279,7 @@ DEEPSEEK = Family(
     abstract=abstract,
     kv_specs=kv_specs,
     forward=forward,
-    unembed=unembed,
+    unembed=decoder.unembed,
     gguf=DEEPSEEK_GGUF,
     unused=lambda config: (f"model.layers.{len(config.sparse)}.*",),  # V3's layer that predicts a second token
 )

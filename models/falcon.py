@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from kvjax.models import fields, gguf_gpt, gpt
+from kvjax.models import decoder, fields, gguf_gpt, gpt
 from kvjax.models.layers import ACTIVATIONS
 from kvjax.models.positions import rope_from_hf
 from kvjax.types import Family, Params
@@ -72,7 +72,7 @@ FALCON = Family(
     abstract=abstract,
     kv_specs=gpt.kv_specs,
     forward=gpt.forward,
-    unembed=gpt.unembed,
+    unembed=decoder.unembed,
     gguf=gguf_gpt.falcon(NAMES, _TWO_NORMS),
     prefix="transformer.",
 )

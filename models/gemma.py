@@ -12,23 +12,19 @@ import jax
 import jax.numpy as jnp
 
 from kvjax.errors import ModelError
-from kvjax.models import fields
+from kvjax.models import decoder, fields
 from kvjax.models.gguf_gemma import GEMMA_GGUF
 from kvjax.models.layers import (
     ACTIVATIONS,
-    biased,
     embed,
     gated_mlp,
     norm_spec,
     over_layers,
-    project,
     rms_norm,
     soft_cap,
 )
-from kvjax.models.layers import bias_spec as _bias
-from kvjax.models.layers import unembed as logits_of
 from kvjax.models.positions import Rope, apply_rope, cos_sin, rope_from_hf, rope_table
-from kvjax.types import Family, KVSpec, Params, ParamSpec
+from kvjax.types import Family, Params, ParamSpec
 
 GEMMA2, GEMMA3 = "Gemma2ForCausalLM", "Gemma3ForCausalLM"
 ARCHITECTURES = (GEMMA2, GEMMA3)
@@ -134,50 +130,23 @@ def _ropes(hf: Mapping[str, Any], head_dim: int, third: bool) -> tuple[Rope, Rop
 
 def abstract(config: GemmaConfig) -> Params:
     """The tree of ParamSpec."""
-    D, V = config.width, config.vocab
-    tree: dict[str, Any] = {
-        "embed": ParamSpec((V, D), ("vocab", "width"), ("model.embed_tokens.weight",)),
-        "layers": [_abstract_layer(config, f"model.layers.{i}.") for i in range(len(config.windows))],
-        "final_norm": norm_spec(D, "model.norm.weight"),
-    }
-    if not config.tied:
-        tree["unembed"] = ParamSpec((V, D), ("vocab", "width"), ("lm_head.weight",))
-    return tree
+    return decoder.whole(config, [_abstract_layer(config, f"model.layers.{i}.") for i in range(len(config.windows))])
 
 
 def _abstract_layer(config: GemmaConfig, prefix: str) -> dict[str, ParamSpec]:
-    D, F, N, K, H = config.width, config.ffw, config.heads, config.kv_heads, config.head_dim
-    attention = [f"{prefix}self_attn.{part}_proj" for part in "qkvo"]
+    D, H = config.width, config.head_dim
     layer = {
         "attn_norm": norm_spec(D, f"{prefix}input_layernorm.weight"),
-        "q": ParamSpec((N, H, D), ("heads", None, "width"), (f"{attention[0]}.weight",)),
-        "kv": ParamSpec(
-            (2, K, H, D), (None, "kv_heads", None, "width"), tuple(f"{name}.weight" for name in attention[1:3])
-        ),
-        "out": ParamSpec((D, N, H), ("width", "heads", None), (f"{attention[3]}.weight",)),
+        **decoder.attention_specs(config, prefix, qkv_bias=config.attn_bias, out_bias=config.attn_bias),
         "after_attn_norm": norm_spec(D, f"{prefix}post_attention_layernorm.weight"),
         "mlp_norm": norm_spec(D, f"{prefix}pre_feedforward_layernorm.weight"),
-        "gate_up": ParamSpec(
-            (2, F, D), (None, "ffw", "width"), (f"{prefix}mlp.gate_proj.weight", f"{prefix}mlp.up_proj.weight")
-        ),
-        "down": ParamSpec((D, F), ("width", "ffw"), (f"{prefix}mlp.down_proj.weight",)),
+        **decoder.mlp_specs(D, config.ffw, f"{prefix}mlp."),
         "after_mlp_norm": norm_spec(D, f"{prefix}post_feedforward_layernorm.weight"),
     }
-    if config.attn_bias:
-        layer["q_bias"] = _bias((N, H), ("heads", None), f"{attention[0]}.bias")
-        layer["kv_bias"] = _bias((2, K, H), (None, "kv_heads", None), *(f"{name}.bias" for name in attention[1:3]))
-        layer["out_bias"] = _bias((D,), ("width",), f"{attention[3]}.bias")
     if config.qk_norm:
         layer["q_norm"] = norm_spec(H, f"{prefix}self_attn.q_norm.weight", None)
         layer["k_norm"] = norm_spec(H, f"{prefix}self_attn.k_norm.weight", None)
     return layer
-
-
-def kv_specs(config: GemmaConfig, storage: str) -> tuple[KVSpec, ...]:
-    """One KVSpec a layer: local and global layers are two groups."""
-    return tuple(
-        KVSpec(config.kv_heads, config.head_dim, config.head_dim, window, storage) for window in config.windows
-    )
 
 
 def forward(
@@ -200,14 +169,12 @@ def forward(
 
     def block(cache: Any, x: jax.Array, layer: int | jax.Array, p: Params) -> tuple[Any, jax.Array]:
         h = norm(p, "attn_norm", x)
-        q = biased(project(h, p["q"]), p.get("q_bias"))
-        kv = biased(project(h, p["kv"]), p.get("kv_bias"))
-        k, v = kv[:, 0], kv[:, 1]
+        q, k, v = decoder.qkv(p, h)
         if config.qk_norm:
             q, k = norm(p, "q_norm", q), norm(p, "k_norm", k)
         q, k = apply_rope(q, *angles(layer)), apply_rope(k, *angles(layer))
         cache, out = attend(cache, layer, q, k, v, config.scale, soft_cap=config.attn_cap)
-        x = x + norm(p, "after_attn_norm", biased(project(out, p["out"]), p.get("out_bias")))
+        x = x + norm(p, "after_attn_norm", decoder.attention_output(p, out))
         out = gated_mlp(norm(p, "mlp_norm", x), p["gate_up"], p["down"], activation=config.activation)
         return cache, x + norm(p, "after_mlp_norm", out)
 
@@ -218,7 +185,7 @@ def forward(
 
 def unembed(params: Params, config: GemmaConfig, hidden: jax.Array) -> jax.Array:
     """hidden (T, D) → logits (T, V) float32."""
-    return soft_cap(logits_of(params["embed"] if config.tied else params["unembed"], hidden), config.final_cap)
+    return soft_cap(decoder.unembed(params, config, hidden), config.final_cap)
 
 
 GEMMA = Family(
@@ -226,7 +193,7 @@ GEMMA = Family(
     architectures=ARCHITECTURES,
     config=config_from_hf,
     abstract=abstract,
-    kv_specs=kv_specs,
+    kv_specs=decoder.kv_specs,
     forward=forward,
     unembed=unembed,
     gguf=GEMMA_GGUF,

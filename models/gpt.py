@@ -16,7 +16,6 @@ import jax.numpy as jnp
 
 from kvjax.errors import ModelError
 from kvjax.models.layers import bias_spec, biased, embed, layer_norm, mlp, norm_spec, over_layers, project
-from kvjax.models.layers import unembed as logits_of
 from kvjax.models.positions import Rope, apply_rope, cos_sin, rope_table, sinusoids
 from kvjax.types import KVSpec, Params, ParamSpec
 
@@ -227,8 +226,3 @@ def _qkv(config: GPTConfig, p: Params, h: jax.Array) -> tuple[jax.Array, jax.Arr
         return qkv[:, :, 0], qkv[:, :, 1], qkv[:, :, 2]
     q = qkv[:, :, :-2].reshape(h.shape[0], config.heads, config.head_dim)
     return q, qkv[:, :, -2], qkv[:, :, -1]
-
-
-def unembed(params: Params, config: GPTConfig, hidden: jax.Array) -> jax.Array:
-    """hidden (T, D) → logits (T, V) float32."""
-    return logits_of(params["embed"] if config.tied else params["unembed"], hidden)

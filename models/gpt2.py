@@ -6,7 +6,7 @@ import functools
 from collections.abc import Mapping
 from typing import Any
 
-from kvjax.models import fields, gguf_gpt, gpt
+from kvjax.models import decoder, fields, gguf_gpt, gpt
 from kvjax.models.layers import ACTIVATIONS
 from kvjax.types import Family
 
@@ -56,7 +56,7 @@ GPT2 = Family(
     abstract=functools.partial(gpt.abstract, names=NAMES, transposed=True),
     kv_specs=gpt.kv_specs,
     forward=gpt.forward,
-    unembed=gpt.unembed,
+    unembed=decoder.unembed,
     gguf=gguf_gpt.gpt2(NAMES),
     prefix="transformer.",
 )

@@ -11,13 +11,13 @@ import jax
 import jax.numpy as jnp
 
 from kvjax.errors import ModelError
-from kvjax.models import fields, moe
+from kvjax.models import decoder, fields, moe
 from kvjax.models.gguf_gpt_oss import GPT_OSS_GGUF
-from kvjax.models.layers import bias_spec, biased, embed, norm_spec, over_layers, project, rms_norm
+from kvjax.models.layers import bias_spec, embed, norm_spec, over_layers, rms_norm
 from kvjax.models.layers import unembed as logits_of
 from kvjax.models.moe import Routing
 from kvjax.models.positions import Rope, apply_rope, cos_sin, rope_from_hf, rope_table
-from kvjax.types import Family, KVSpec, Params, ParamSpec
+from kvjax.types import Family, Params, ParamSpec
 
 _YARN = {
     "rope_type": "yarn",
@@ -104,30 +104,15 @@ def config_from_hf(hf: Mapping[str, Any], context: int | None = None) -> GptOssC
 
 def abstract(config: GptOssConfig) -> Params:
     """The tree of ParamSpec."""
-    D, V = config.width, config.vocab
-    tree: dict[str, Any] = {
-        "embed": ParamSpec((V, D), ("vocab", "width"), ("model.embed_tokens.weight",)),
-        "layers": [_abstract_layer(config, f"model.layers.{i}.") for i in range(len(config.windows))],
-        "final_norm": norm_spec(D, "model.norm.weight"),
-    }
-    if not config.tied:
-        tree["unembed"] = ParamSpec((V, D), ("vocab", "width"), ("lm_head.weight",))
-    return tree
+    return decoder.whole(config, [_abstract_layer(config, f"model.layers.{i}.") for i in range(len(config.windows))])
 
 
 def _abstract_layer(config: GptOssConfig, prefix: str) -> dict[str, Any]:
-    D, F, N, K, H, E = (
-        config.width, config.ffw, config.heads, config.kv_heads, config.head_dim, config.routing.experts,
-    )  # fmt: skip
-    attention = [f"{prefix}self_attn.{part}_proj" for part in "qkvo"]
+    D, F, N, E = config.width, config.ffw, config.heads, config.routing.experts
     experts = f"{prefix}mlp.experts."
-    layer: dict[str, Any] = {
+    return {
         "attn_norm": norm_spec(D, f"{prefix}input_layernorm.weight"),
-        "q": ParamSpec((N, H, D), ("heads", None, "width"), (f"{attention[0]}.weight",)),
-        "kv": ParamSpec(
-            (2, K, H, D), (None, "kv_heads", None, "width"), tuple(f"{name}.weight" for name in attention[1:3])
-        ),
-        "out": ParamSpec((D, N, H), ("width", "heads", None), (f"{attention[3]}.weight",)),
+        **decoder.attention_specs(config, prefix, qkv_bias=config.attn_bias, out_bias=config.attn_bias),
         "sinks": bias_spec((N,), ("heads",), f"{prefix}self_attn.sinks"),
         "mlp_norm": norm_spec(D, f"{prefix}post_attention_layernorm.weight"),
         "router": ParamSpec((E, D), (None, "width"), (f"{prefix}mlp.router.weight",)),
@@ -139,18 +124,6 @@ def _abstract_layer(config: GptOssConfig, prefix: str) -> dict[str, Any]:
             "down_bias": bias_spec((E, D), ("experts", "width"), f"{experts}down_proj_bias"),
         },
     }
-    if config.attn_bias:
-        layer["q_bias"] = bias_spec((N, H), ("heads", None), f"{attention[0]}.bias")
-        layer["kv_bias"] = bias_spec((2, K, H), (None, "kv_heads", None), *(f"{name}.bias" for name in attention[1:3]))
-        layer["out_bias"] = bias_spec((D,), ("width",), f"{attention[3]}.bias")
-    return layer
-
-
-def kv_specs(config: GptOssConfig, storage: str) -> tuple[KVSpec, ...]:
-    """One KVSpec a layer: layers with and without a window are two groups."""
-    return tuple(
-        KVSpec(config.kv_heads, config.head_dim, config.head_dim, window, storage) for window in config.windows
-    )
 
 
 def forward(
@@ -161,12 +134,10 @@ def forward(
 
     def block(cache: Any, x: jax.Array, layer: int | jax.Array, p: Params) -> tuple[Any, jax.Array]:
         h = rms_norm(x, p["attn_norm"], config.norm_eps)
-        q = biased(project(h, p["q"]), p.get("q_bias"))
-        kv = biased(project(h, p["kv"]), p.get("kv_bias"))
-        q, k = apply_rope(q, *angles), apply_rope(kv[:, 0], *angles)
-        sinks = p["sinks"].astype(jnp.float32)
-        cache, out = attend(cache, layer, q, k, kv[:, 1], config.head_dim**-0.5, sinks=sinks)
-        x = x + biased(project(out, p["out"]), p.get("out_bias"))
+        q, k, v = decoder.qkv(p, h)
+        q, k, sinks = apply_rope(q, *angles), apply_rope(k, *angles), p["sinks"].astype(jnp.float32)
+        cache, out = attend(cache, layer, q, k, v, config.head_dim**-0.5, sinks=sinks)
+        x = x + decoder.attention_output(p, out)
         h = rms_norm(x, p["mlp_norm"], config.norm_eps)
         weights, expert = moe.route(logits_of(p["router"], h, p["router_bias"]), config.routing)
         return cache, x + moe.mixture(h, weights, expert, p["experts"], functools.partial(_experts, config))
@@ -184,18 +155,13 @@ def _experts(config: GptOssConfig, experts: Params, rows: jax.Array, dot: Callab
     return dot(hidden, experts["down"]) + pick(experts["down_bias"])
 
 
-def unembed(params: Params, config: GptOssConfig, hidden: jax.Array) -> jax.Array:
-    """hidden (T, D) → logits (T, V) float32."""
-    return logits_of(params["embed"] if config.tied else params["unembed"], hidden)
-
-
 GPT_OSS = Family(
     name="gpt_oss",
     architectures=("GptOssForCausalLM",),
     config=config_from_hf,
     abstract=abstract,
-    kv_specs=kv_specs,
+    kv_specs=decoder.kv_specs,
     forward=forward,
-    unembed=unembed,
+    unembed=decoder.unembed,
     gguf=GPT_OSS_GGUF,
 )

@@ -14,22 +14,19 @@ import jax
 import jax.numpy as jnp
 
 from kvjax.errors import ModelError
-from kvjax.models import fields, moe
+from kvjax.models import decoder, fields, moe
 from kvjax.models.gguf_llama import LLAMA_GGUF
 from kvjax.models.layers import (
-    bias_spec,
-    biased,
     embed,
     gated_mlp,
     norm_spec,
     over_layers,
-    project,
     rms_norm,
 )
 from kvjax.models.layers import unembed as logits_of
 from kvjax.models.moe import Routing
 from kvjax.models.positions import Rope, apply_rope, cos_sin, rope_from_hf, rope_table
-from kvjax.types import Family, KVSpec, Params, ParamSpec
+from kvjax.types import Family, Params, ParamSpec
 
 QWEN2, QWEN3, QWEN3_MOE = "Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM"
 MISTRAL, MIXTRAL, PHI3, SMOLLM3 = "MistralForCausalLM", "MixtralForCausalLM", "Phi3ForCausalLM", "SmolLM3ForCausalLM"
@@ -197,58 +194,36 @@ def _routing(hf: Mapping[str, Any], architecture: str) -> Routing:
 
 def abstract(config: LlamaConfig) -> Params:
     """The tree of ParamSpec. Projections keep Hugging Face's (out, in) order, so loading transposes nothing."""
-    D, V = config.width, config.vocab
-    tree: dict[str, Any] = {
-        "embed": ParamSpec((V, D), ("vocab", "width"), ("model.embed_tokens.weight",)),
-        "layers": [_abstract_layer(config, f"model.layers.{i}.", s) for i, s in enumerate(config.sparse)],
-        "final_norm": norm_spec(D, "model.norm.weight"),
-    }
-    if not config.tied:
-        tree["unembed"] = ParamSpec((V, D), ("vocab", "width"), ("lm_head.weight",))
-    return tree
+    return decoder.whole(
+        config, [_abstract_layer(config, f"model.layers.{i}.", s) for i, s in enumerate(config.sparse)]
+    )
 
 
 def _abstract_layer(config: LlamaConfig, prefix: str, sparse: bool) -> dict[str, Any]:
-    D, N, K, H = config.width, config.heads, config.kv_heads, config.head_dim
-
-    def weight(shape: tuple[int, ...], axes: tuple[str | None, ...], *names: str) -> ParamSpec:
-        return ParamSpec(shape, axes, tuple(f"{prefix}{name}.weight" for name in names))
-
+    D, H = config.width, config.head_dim
     layer: dict[str, Any] = {
         "attn_norm": norm_spec(D, f"{prefix}input_layernorm.weight"),
-        "q": weight((N, H, D), ("heads", None, "width"), "self_attn.q_proj"),
-        "kv": weight((2, K, H, D), (None, "kv_heads", None, "width"), "self_attn.k_proj", "self_attn.v_proj"),
-        "out": weight((D, N, H), ("width", "heads", None), "self_attn.o_proj"),
+        **decoder.attention_specs(config, prefix, qkv_bias=config.qkv_bias, out_bias=config.out_bias),
         "mlp_norm": norm_spec(D, f"{prefix}post_attention_layernorm.weight"),
     }
-    if config.packed_names:
-        rows, packed = (N + 2 * K) * H, (f"{prefix}self_attn.qkv_proj.weight",)
-        layer["q"] = dataclasses.replace(layer["q"], names=packed, rows=(0, N * H, rows))
-        layer["kv"] = dataclasses.replace(layer["kv"], names=packed, rows=(N * H, rows, rows))
-    if config.qkv_bias:
-        names = (f"{prefix}self_attn.k_proj.bias", f"{prefix}self_attn.v_proj.bias")
-        layer["q_bias"] = bias_spec((N, H), ("heads", None), f"{prefix}self_attn.q_proj.bias")
-        layer["kv_bias"] = bias_spec((2, K, H), (None, "kv_heads", None), *names)
-    if config.out_bias:
-        layer["out_bias"] = bias_spec((D,), ("width",), f"{prefix}self_attn.o_proj.bias")
     if config.qk_norm:
         layer["q_norm"] = norm_spec(H, f"{prefix}self_attn.q_norm.weight", None)
         layer["k_norm"] = norm_spec(H, f"{prefix}self_attn.k_norm.weight", None)
-    return layer | (_sparse_specs(config, prefix) if sparse else _dense_specs(config, prefix))
+    if sparse:
+        return layer | _sparse_specs(config, prefix)
+    layer |= decoder.mlp_specs(D, config.ffw, f"{prefix}mlp.", bias=config.mlp_bias)
+    return layer | _packed(config, layer, prefix) if config.packed_names else layer
 
 
-def _dense_specs(config: LlamaConfig, prefix: str) -> dict[str, ParamSpec]:
-    D, F = config.width, config.ffw
-    modules = ("gate_up_proj",) if config.packed_names else ("gate_proj", "up_proj")
-    names = [f"{prefix}mlp.{module}" for module in modules]
-    specs = {
-        "gate_up": ParamSpec((2, F, D), (None, "ffw", "width"), tuple(f"{name}.weight" for name in names)),
-        "down": ParamSpec((D, F), ("width", "ffw"), (f"{prefix}mlp.down_proj.weight",)),
+def _packed(config: LlamaConfig, layer: dict[str, ParamSpec], prefix: str) -> dict[str, ParamSpec]:
+    """Phi-3's: q, k and v are rows of one tensor, gate and up another."""
+    rows, own = (config.heads + 2 * config.kv_heads) * config.head_dim, config.heads * config.head_dim
+    names = (f"{prefix}self_attn.qkv_proj.weight",)
+    return {
+        "q": dataclasses.replace(layer["q"], names=names, rows=(0, own, rows)),
+        "kv": dataclasses.replace(layer["kv"], names=names, rows=(own, rows, rows)),
+        "gate_up": dataclasses.replace(layer["gate_up"], names=(f"{prefix}mlp.gate_up_proj.weight",)),
     }
-    if config.mlp_bias:
-        specs["gate_up_bias"] = bias_spec((2, F), (None, "ffw"), *(f"{name}.bias" for name in names))
-        specs["down_bias"] = bias_spec((D,), ("width",), f"{prefix}mlp.down_proj.bias")
-    return specs
 
 
 def _sparse_specs(config: LlamaConfig, prefix: str) -> dict[str, Any]:
@@ -259,13 +234,6 @@ def _sparse_specs(config: LlamaConfig, prefix: str) -> dict[str, Any]:
     return {"router": ParamSpec((E, D), (None, "width"), (f"{prefix}{router}.weight",)), "experts": specs}
 
 
-def kv_specs(config: LlamaConfig, storage: str) -> tuple[KVSpec, ...]:
-    """One KVSpec a layer."""
-    return tuple(
-        KVSpec(config.kv_heads, config.head_dim, config.head_dim, window, storage) for window in config.windows
-    )
-
-
 def forward(
     params: Params, config: LlamaConfig, tokens: jax.Array, positions: jax.Array, cache: Any, attend: Any
 ) -> tuple[Any, jax.Array]:
@@ -274,10 +242,12 @@ def forward(
 
     def block(cache: Any, x: jax.Array, layer: int | jax.Array, p: Params) -> tuple[Any, jax.Array]:
         h = rms_norm(x, p["attn_norm"], config.norm_eps)
-        q, k, v = _qkv(config, p, h)
+        q, k, v = decoder.qkv(p, h)
+        if config.qk_norm:
+            q, k = rms_norm(q, p["q_norm"], config.norm_eps), rms_norm(k, p["k_norm"], config.norm_eps)
         q, k = _rotated(config, layer, q, k, cos, sin)
         cache, out = attend(cache, layer, q, k, v, config.head_dim**-0.5)
-        x = x + biased(project(out, p["out"]), p.get("out_bias"))
+        x = x + decoder.attention_output(p, out)
         return cache, x + _feed_forward(config, p, rms_norm(x, p["mlp_norm"], config.norm_eps))
 
     x = embed(params["embed"], tokens)
@@ -306,28 +276,13 @@ def _feed_forward(config: LlamaConfig, p: Params, h: jax.Array) -> jax.Array:
     return moe.mixture(h, weights, expert, p["experts"], moe.swiglu_experts)
 
 
-def _qkv(config: LlamaConfig, p: Params, h: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """h (T, D) → q (T, N, H), k (T, K, H), v (T, K, H), before RoPE."""
-    q = biased(project(h, p["q"]), p.get("q_bias"))
-    kv = biased(project(h, p["kv"]), p.get("kv_bias"))
-    k, v = kv[:, 0], kv[:, 1]
-    if config.qk_norm:
-        q, k = rms_norm(q, p["q_norm"], config.norm_eps), rms_norm(k, p["k_norm"], config.norm_eps)
-    return q, k, v
-
-
-def unembed(params: Params, config: LlamaConfig, hidden: jax.Array) -> jax.Array:
-    """hidden (T, D) → logits (T, V) float32."""
-    return logits_of(params["embed"] if config.tied else params["unembed"], hidden)
-
-
 LLAMA = Family(
     name="llama",
     architectures=ARCHITECTURES,
     config=config_from_hf,
     abstract=abstract,
-    kv_specs=kv_specs,
+    kv_specs=decoder.kv_specs,
     forward=forward,
-    unembed=unembed,
+    unembed=decoder.unembed,
     gguf=LLAMA_GGUF,
 )

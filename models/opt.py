@@ -6,7 +6,7 @@ import functools
 from collections.abc import Mapping
 from typing import Any
 
-from kvjax.models import fields, gpt
+from kvjax.models import decoder, fields, gpt
 from kvjax.models.layers import ACTIVATIONS
 from kvjax.types import Family
 
@@ -64,6 +64,6 @@ OPT = Family(
     abstract=functools.partial(gpt.abstract, names=NAMES),
     kv_specs=gpt.kv_specs,
     forward=gpt.forward,
-    unembed=gpt.unembed,
+    unembed=decoder.unembed,
     prefix="model.",
 )

@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from kvjax.models import fields, gpt
+from kvjax.models import decoder, fields, gpt
 from kvjax.models.layers import ACTIVATIONS
 from kvjax.types import Family
 
@@ -62,6 +62,6 @@ XGLM = Family(
     abstract=functools.partial(gpt.abstract, names=NAMES),
     kv_specs=gpt.kv_specs,
     forward=gpt.forward,
-    unembed=gpt.unembed,
+    unembed=decoder.unembed,
     prefix="model.",
 )
