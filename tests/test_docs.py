@@ -45,3 +45,9 @@ def test_family_example(capsys):
     exec(example("docs/families.md"), {})
     tokens = ast.literal_eval(capsys.readouterr().out)
     assert len(tokens) == 5 and all(0 <= token < 64 for token in tokens)
+
+
+@pytest.mark.slow
+def test_embedding_example(capsys):
+    exec(example("docs/embedding.md"), {})
+    assert capsys.readouterr().out.splitlines() == ["(384,)", "[1.   0.72 0.02]", "I forgot my password."]
