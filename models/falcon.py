@@ -32,7 +32,8 @@ def config_from_hf(hf: Mapping[str, Any], context: int | None = None) -> gpt.GPT
     new = fields.flag(hf, "new_decoder_architecture")
     one_kv_head = not new and fields.flag(hf, "multi_query", True)
     kv_heads = 1 if one_kv_head else fields.count(hf, "num_kv_heads", heads) if new else heads
-    head_dim, trained = fields.heads(hf, width, heads, kv_heads), fields.count(hf, "max_position_embeddings", 2048)
+    fields.check_groups(heads, kv_heads)
+    head_dim, trained = fields.head_dim(width, heads), fields.count(hf, "max_position_embeddings", 2048)
     parallel = new or fields.flag(hf, "parallel_attn", True)
     norms = fields.count(hf, "num_ln_in_parallel_attn", 2 if new else 1, most=2)
     if not new and parallel and norms == 2:

@@ -55,15 +55,6 @@ def number(hf: Mapping[str, Any], field: str, otherwise: float | None = None) ->
         return math.inf
 
 
-def finite(hf: Mapping[str, Any], field: str, otherwise: float | None = None) -> float:
-    """A finite number; null and an absent field are `otherwise`."""
-    hf = hf if hf.get(field) is not None else {}
-    found = number(hf, field, otherwise)
-    if not math.isfinite(found):
-        raise wrong(field, hf.get(field), "a finite number is needed")
-    return found
-
-
 def optional(hf: Mapping[str, Any], field: str) -> float | None:
     """A finite number over 0, or None where the field is null or absent."""
     return None if hf.get(field) is None else positive(hf, field)
@@ -101,13 +92,17 @@ def refuse(hf: Mapping[str, Any], field: str, *plain: Any, what: str = "") -> No
         )
 
 
-def heads(hf: Mapping[str, Any], width: int, heads: int, kv_heads: int, head_dim: int | None = None) -> int:
-    """The head dim H, of a config that may leave it out; checks that heads divide."""
+def check_groups(heads: int, kv_heads: int) -> None:
+    """Raises ModelError unless every kv head serves as many query heads."""
     if heads % kv_heads:
         raise ModelError(f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}")
-    if head_dim is None and width % heads:
+
+
+def head_dim(width: int, heads: int) -> int:
+    """H of a model whose heads divide its width. Raises ModelError if they do not."""
+    if width % heads:
         raise ModelError(f"config.json: a width of {width} does not divide into {heads} heads.")
-    return head_dim if head_dim is not None else width // heads
+    return width // heads
 
 
 def layer_types(hf: Mapping[str, Any], layers: int) -> list[str] | None:

@@ -11,7 +11,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from kvjax.errors import ModelError
 from kvjax.models import decoder, fields
 from kvjax.models.gguf_gemma import GEMMA_GGUF
 from kvjax.models.layers import (
@@ -84,8 +83,7 @@ def config_from_hf(hf: Mapping[str, Any], context: int | None = None) -> GemmaCo
     third = fields.architecture(hf, ARCHITECTURES) == GEMMA3
     fields.refuse(hf, "use_bidirectional_attention", what="an encoder")
     heads, kv_heads = fields.count(hf, "num_attention_heads", 8), fields.count(hf, "num_key_value_heads", 4)
-    if heads % kv_heads:
-        raise ModelError(f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}")
+    fields.check_groups(heads, kv_heads)
     head_dim = fields.count(hf, "head_dim", 256, most=fields.MOST_HEAD_DIM)
     layers, trained = fields.layer_count(hf), fields.count(hf, "max_position_embeddings", 131_072 if third else 8192)
     pattern = fields.count(hf, "sliding_window_pattern", 6) if third else 2

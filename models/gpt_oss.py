@@ -10,7 +10,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from kvjax.errors import ModelError
 from kvjax.models import decoder, fields, moe
 from kvjax.models.gguf_gpt_oss import GPT_OSS_GGUF
 from kvjax.models.layers import bias_spec, embed, norm_spec, over_layers, rms_norm
@@ -73,8 +72,7 @@ class GptOssConfig:
 def config_from_hf(hf: Mapping[str, Any], context: int | None = None) -> GptOssConfig:
     """Reads config.json. Raises ModelError, naming the field, for what is missing or not implemented."""
     heads, kv_heads = fields.count(hf, "num_attention_heads", 64), fields.count(hf, "num_key_value_heads", 8)
-    if heads % kv_heads:
-        raise ModelError(f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}")
+    fields.check_groups(heads, kv_heads)
     fields.choice(hf, "hidden_act", ("silu",), "silu")
     head_dim = fields.count(hf, "head_dim", 64, most=fields.MOST_HEAD_DIM)
     layers, trained = fields.layer_count(hf), fields.count(hf, "max_position_embeddings", 131_072)

@@ -13,7 +13,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from kvjax.errors import ModelError
 from kvjax.models import decoder, fields, moe
 from kvjax.models.gguf_llama import LLAMA_GGUF
 from kvjax.models.layers import (
@@ -95,8 +94,7 @@ def config_from_hf(hf: Mapping[str, Any], context: int | None = None) -> LlamaCo
     unsaid = heads if "num_key_value_heads" in hf else _KV_HEADS.get(architecture, heads)
     kv_heads = fields.count(hf, "num_key_value_heads", unsaid)
     head_dim = fields.count(hf, "head_dim", _HEAD_DIM.get(architecture, width // heads), most=fields.MOST_HEAD_DIM)
-    if heads % kv_heads:
-        raise ModelError(f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}")
+    fields.check_groups(heads, kv_heads)
     layers = fields.layer_count(hf)
     trained = fields.count(hf, "max_position_embeddings")
     attention_bias = fields.flag(hf, "attention_bias")

@@ -28,7 +28,7 @@ NAMES = {
 def config_from_hf(hf: Mapping[str, Any], context: int | None = None) -> gpt.GPTConfig:
     """Reads config.json. Raises ModelError, naming the field, for what is missing or not implemented."""
     width, heads = fields.count(hf, "hidden_size", 6144), fields.count(hf, "num_attention_heads", 64)
-    head_dim, trained = fields.heads(hf, width, heads, heads), fields.count(hf, "max_position_embeddings", 2048)
+    head_dim, trained = fields.head_dim(width, heads), fields.count(hf, "max_position_embeddings", 2048)
     rope = {
         "rope_theta": fields.positive(hf, "rotary_emb_base", 10_000.0),
         "partial_rotary_factor": fields.positive(hf, "rotary_pct", 0.25),

@@ -439,7 +439,7 @@ def job_table(summaries: Sequence[dict[str, Any]], roofline_s: float | None, new
     rows = [
         row(
             s["engine"],
-            how[s["engine"].split("-")[0]],
+            how.get(s["engine"]) or how[s["engine"].split("-")[0]],
             s["seconds"],
             f"{s['cpu_s']:.1f}",
             f"{s['warm_up_s']:.1f}",
@@ -498,6 +498,7 @@ def report(
         "hf": f"static batches of {args.slots}",
         "llama.cpp": f"continuous, {args.slots} slots",
         "kvjax": "default options",
+        "kvjax-128": "128 slots",
     }
     parts = [
         f"{len(workload.prompts)} requests, {prompt} prompt tokens and {new} new ones: "
