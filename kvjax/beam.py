@@ -247,7 +247,7 @@ def _compute(
     config, stats = program.cache, state.stats
     clock, pinned_too = jnp.int32(0), jnp.bool_(False)
     reserved = kv_cache.reserve(config, state.cache, None, tokens, state.step, clock, pinned_too, packed)
-    kv = kv_cache.copy_pages(config, kv_cache.pages_of(reserved.cache), reserved.copies)
+    kv = kv_cache.copy_pages(config, kv_cache.pages_of(reserved.cache), reserved.copies, program.backend)
     cache = kv_cache.with_pages(reserved.cache, kv)
     tokens = jnp.where(reserved.starved, 0, tokens)
     ends = jnp.cumsum(tokens, dtype=jnp.int32)
@@ -451,7 +451,7 @@ def plan(model: Model, prompts: Sequence[Sequence[int]], width: int, limit: int,
     pages = min(affordable, plans.power_of_two(together * worst))
     config = dataclasses.replace(config, slots=together * width, pages=pages)
     packed = min(options.packed, max(64, plans.power_of_two(sum(map(len, prompts)))))
-    return Plan(config, together, width, packed, plans.power_of_two(limit), options.backend)
+    return Plan(config, together, width, packed, plans.power_of_two(limit), plans.backend_of(model, options))
 
 
 def begin(model: Model, shapes: Plan, prompts: Sequence[Sequence[int]], rules: Rules) -> tuple[Program, Search]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 
 import jax
@@ -13,7 +14,8 @@ from kvjax import pages as page_pool
 from kvjax import prefix
 from kvjax.control import for_each_page, when
 from kvjax.pages import PagePool
-from kvjax.pallas_kernels import AttentionSpec, init_pages, paged_attention, write_rows
+from kvjax.pallas_kernels import AttentionSpec, Lanes, init_pages, page_ops, paged_attention, write_rows
+from kvjax.pallas_kernels.quantize import quantize_rows
 from kvjax.prefix import PrefixIndex
 from kvjax.types import KVSpec
 
@@ -66,7 +68,19 @@ class CacheConfig:
     @property
     def page_bytes(self) -> int:
         """Bytes of one page id in every layer of every group."""
-        return sum(self.rows * spec.row_bytes for spec in self.specs)
+        return sum(self.rows * self._row_bytes(spec) for spec in self.specs)
+
+    def _row_bytes(self, spec: KVSpec) -> int:
+        lanes = self.lanes_of(spec)
+        if lanes is None:
+            return spec.row_bytes
+        return lanes.row * jnp.dtype(spec.storage).itemsize + 4 * spec.scales
+
+    def lanes_of(self, spec: KVSpec) -> Lanes | None:
+        """Where heads lie in a layer's rows, in the joined layout."""
+        if self.layout != "joined":
+            return None
+        return Lanes(spec.kv_heads, spec.key_dim, spec.value_dim, spec.latent)
 
 
 class BlockTable(struct.PyTreeNode):
@@ -86,11 +100,14 @@ class KVPages(struct.PyTreeNode):
 
     Attributes:
       k: an array per layer, P pages in its first axis; or one array of L·P pages, layer l's page p at l·P + p.
-      v: the same for values; empty where they are part of the keys (`KVSpec.latent`).
+      v: the same for values; empty where they lie in the same array (the joined layout, or `KVSpec.latent`).
+      scales: (P, 2·K, R) float32, what codes of 8 bits are multiplied with, the heads of K first; (P, K, R) of latent
+        ones; empty where rows are not codes.
     """
 
     k: tuple[jax.Array, ...]
     v: tuple[jax.Array, ...]
+    scales: tuple[jax.Array, ...] = ()
 
 
 class GroupCache(struct.PyTreeNode):
@@ -126,16 +143,17 @@ def _init_group(config: CacheConfig, group: int) -> GroupCache:
     spec, layers = config.groups[group], len(config.layers_of(group))
     arrays, pages = (1, layers * config.pool_pages) if config.stacked else (layers, config.pool_pages)
     dtype = jnp.dtype(spec.storage)
-    value_dim = None if spec.latent else spec.value_dim
-    kv = [
-        init_pages(pages, config.rows, spec.kv_heads, spec.key_dim, value_dim, dtype, config.layout)
-        for _ in range(arrays)
-    ]
+    lanes = Lanes(spec.kv_heads, spec.key_dim, spec.value_dim, spec.latent)
+    kv = [init_pages(pages, config.rows, lanes, dtype, config.layout) for _ in range(arrays)]
     table = BlockTable(
         jnp.zeros((config.slots, config.pages_per_slot), jnp.int32), jnp.zeros((config.slots,), jnp.int32)
     )
     return GroupCache(
-        KVPages(tuple(k for k, _ in kv), tuple(v for _, v in kv if v is not None)),
+        KVPages(
+            tuple(k for k, _ in kv),
+            tuple(v for _, v in kv if v is not None),
+            tuple(jnp.zeros((pages, spec.scales, config.rows)) for _ in range(arrays if spec.scales else 0)),
+        ),
         page_pool.init(config.pool_pages),
         table,
     )
@@ -314,19 +332,33 @@ def _copies(source: jax.Array, target: jax.Array, wanted: jax.Array) -> Copies:
     )
 
 
-def copy_pages(config: CacheConfig, kv: tuple[KVPages, ...], copies: tuple[Copies, ...]) -> tuple[KVPages, ...]:
-    """Copies K and V of whole pages in every layer, in place; no work where there is nothing to copy."""
+def copy_pages(
+    config: CacheConfig, kv: tuple[KVPages, ...], copies: tuple[Copies, ...], backend: str = "xla"
+) -> tuple[KVPages, ...]:
+    """Copies K and V of whole pages in every layer, in place; no work where there is nothing to copy.
+
+    backend: of the attention: its kernels copy the pages that they read.
+    """
 
     def copied(pages: KVPages, what: Copies) -> KVPages:
         # Stacked layers: the page of layer l is l·P further on.
         layers = pages.k[0].shape[0] // config.pool_pages
         offset = jnp.arange(layers, dtype=jnp.int32) * config.pool_pages
+        if backend.startswith("tpu"):
+            source, target = ((page[:, None] + offset[None, :]).reshape(-1) for page in (what.source, what.target))
+            copy = functools.partial(
+                page_ops.copy_pages, source=source, target=target, count=what.count * layers, backend=backend
+            )
+            scales = KVPages((), (), pages.scales)  # a page's scales are no whole tiles
+            return pages.replace(k=tuple(map(copy, pages.k)), scales=copy_all(scales, what, offset).scales)
+        return copy_all(pages, what, offset)
 
+    def copy_all(pages: KVPages, what: Copies, offset: jax.Array) -> KVPages:
         def copy_one(i: jax.Array, pages: KVPages) -> KVPages:
             source, target = what.source[i] + offset, what.target[i] + offset
             return jax.tree.map(lambda x: x.at[target].set(x[source]), pages)
 
-        return jax.lax.fori_loop(0, what.count, copy_one, pages)
+        return jax.lax.fori_loop(0, what.count, copy_one, pages) if jax.tree.leaves(pages) else pages
 
     return tuple(copied(pages, what) for pages, what in zip(kv, copies, strict=True))
 
@@ -596,16 +628,35 @@ def attend(
     slots = jnp.minimum(placement.slots, config.slots - 1)
     page = group.table.pages[slots, jnp.minimum(placement.positions // R, config.pages_per_slot - 1)]
     page = jnp.where(placement.slots < config.slots, page + offset, total)
-    old_v = None if spec.latent else group.kv.v[array]
-    k_pages, v_pages = write_rows(group.kv.k[array], old_v, k, v, page, placement.positions % R, config.layout)
+    old_v = group.kv.v[array] if group.kv.v else None
+    scales = None
+    if spec.scales:
+        k, v, of_rows = _codes(k, v, spec.storage)
+        scales = group.kv.scales[array].at[page, :, placement.positions % R].set(of_rows, mode="drop")
+    k_pages, v_pages = write_rows(
+        group.kv.k[array], old_v, k, v, page, placement.positions % R, config.layout,
+        slots=config.slots, max_query=placement.max_query, backend=backend,
+    )  # fmt: skip
     out, _ = paged_attention(
         q, k_pages, v_pages, group.table.pages + offset, group.table.lengths, placement.row_starts,
-        AttentionSpec(scale, spec.window, soft_cap, spec.value_dim if spec.latent else None, config.layout),
-        sinks=sinks, slopes=slopes, max_query=placement.max_query, backend=backend,
+        AttentionSpec(
+            scale, spec.window, soft_cap, spec.value_dim if spec.latent else None, config.layout, config.lanes_of(spec)
+        ),
+        sinks=sinks, slopes=slopes, scales=scales, max_query=placement.max_query, with_lse=False, backend=backend,
     )  # fmt: skip
     kept_v = () if v_pages is None else _replaced(group.kv.v, array, v_pages)
-    kv = KVPages(_replaced(group.kv.k, array, k_pages), kept_v)
+    kept_scales = () if scales is None else _replaced(group.kv.scales, array, scales)
+    kv = KVPages(_replaced(group.kv.k, array, k_pages), kept_v, kept_scales)
     return Cache(_replaced(cache.groups, g, group.replace(kv=kv))), out
+
+
+def _codes(k: jax.Array, v: jax.Array | None, storage: str) -> tuple[jax.Array, jax.Array | None, jax.Array]:
+    """(T, K, H) and (T, K, Hv) → their codes, and scales (T, 2·K), those of K first; (T, K) without V."""
+    k, k_scales = quantize_rows(k, storage)
+    if v is None:
+        return k, None, k_scales
+    v, v_scales = quantize_rows(v, storage)
+    return k, v, jnp.concatenate([k_scales, v_scales], axis=1)
 
 
 def _replaced(items: Sequence, index: int, item) -> tuple:

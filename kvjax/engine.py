@@ -76,7 +76,7 @@ def step(program: Program, params: Params, state: EngineState, policy: Policy, p
 
     kv = kv_cache.pages_of(state.cache)
     if program.share:
-        kv = kv_cache.copy_pages(program.cache, kv, reserved.copies)
+        kv = kv_cache.copy_pages(program.cache, kv, reserved.copies, program.backend)
     if packed == B:
         kv, last = computed(B, 1, kv)
     else:

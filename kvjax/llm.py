@@ -409,7 +409,7 @@ def load(
         `kvjax convert`; any path may be `gs://…`.
       context: longest prompt with output to serve; the checkpoint's own when None. Fixes length-dependent RoPE.
       dtype: of the parameters and activations; float32 on CPU and bfloat16 elsewhere when None.
-      kv_dtype: of the cached K and V; as `dtype` when None.
+      kv_dtype: of the cached K and V; as `dtype` when None; also int8, float8_e4m3fn or float8_e5m2.
       mesh: devices with axes named as in `kvjax.sharding`; parameters go straight onto it.
       layers: "unrolled" runs faster, "scanned" compiles one layer only.
       rope: another scaling of RoPE than the checkpoint's, for positions beyond the trained length: "yarn:4", "ntk:2",
@@ -434,7 +434,7 @@ def load(
     run_options = _options(options)
     on_cpu = (mesh.devices.flat[0] if mesh is not None else jax.devices()[0]).platform == "cpu"
     dtype = _float_type("dtype", dtype or (jnp.float32 if on_cpu else jnp.bfloat16))
-    storage = _float_type("kv_dtype", kv_dtype or dtype).name
+    storage = _float_type("kv_dtype", kv_dtype or dtype, CODES).name
     stacked = layers == "scanned"
     with open_checkpoint(what, FAMILIES) as source:
         if encoder := encoder_of(source.config):  # to a type checker an LLM: it refuses what an encoder cannot do
@@ -475,19 +475,26 @@ def _options(fields: Mapping[str, Any]) -> Options:
             raise ModelError(f"{name} is {value!r}: give a whole number of at least 1.")
         if isinstance(default, float) and (not isinstance(value, int | float) or not 0 < value < math.inf):
             raise ModelError(f"{name} is {value!r}: give a number of seconds over 0.")
-        choices = {"backend": BACKENDS, "layout": (None, *LAYOUTS)}.get(name)
+        choices = {"backend": (None, *BACKENDS), "layout": (None, *LAYOUTS)}.get(name)
         if choices is not None and value not in choices:
             raise ModelError(f"{name} is {value!r}: give one of {', '.join(map(str, choices))}.")
+        if name == "backend" and value == "tpu" and jax.default_backend() != "tpu":
+            raise ModelError("backend is 'tpu', and there is none here: leave it out, or give 'tpu_interpret'.")
     return Options(**fields)
 
 
-def _float_type(name: str, dtype: Any) -> Any:
+CODES = ("int8", "float8_e4m3fn", "float8_e5m2")
+"""Number formats of 8 bits that K and V can have, with a scale for each row (docs/performance.md)."""
+
+
+def _float_type(name: str, dtype: Any, codes: tuple[str, ...] = ()) -> Any:
     try:
         found = jnp.dtype(dtype)
     except TypeError:
         found = None
-    if found is None or found.name not in ("float32", "bfloat16", "float16"):
-        raise ModelError(f"{name} {dtype!r} is not implemented: give float32, bfloat16 or float16.")
+    known = ("float32", "bfloat16", "float16", *codes)
+    if found is None or found.name not in known:
+        raise ModelError(f"{name} {dtype!r} is not implemented: give {', '.join(known[:-1])} or {known[-1]}.")
     return found
 
 

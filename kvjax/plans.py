@@ -16,7 +16,8 @@ from kvjax import sampling
 from kvjax import state as engine_state
 from kvjax.cache import CacheConfig
 from kvjax.errors import RequestError
-from kvjax.pallas_kernels import default_layout
+from kvjax.pallas_kernels import check as check_pages
+from kvjax.pallas_kernels import default_backend, default_layout
 from kvjax.sampling_params import SamplingParams
 from kvjax.state import EngineState, Program
 from kvjax.types import Family, Params
@@ -71,8 +72,8 @@ class Options:
       share_prefixes: whether requests share the K and V of equal beginnings.
       prefix_ttl: seconds for which a prefix can be found after its last use; None for no end.
       segment_seconds: the host looks at the job about this often.
-      backend: attention backend.
-      layout: of the pages; the platform's best when None.
+      backend: attention backend; the platform's best when None.
+      layout: of the pages; the backend's best when None.
     """
 
     slots: int = 64
@@ -84,7 +85,7 @@ class Options:
     share_prefixes: bool = True
     prefix_ttl: float | None = None
     segment_seconds: float = 1.0
-    backend: str = "xla"
+    backend: str | None = None
     layout: str | None = None
 
 
@@ -200,9 +201,21 @@ def plan(model: Model, requests: Sequence[Request], options: Options, least: Pla
         stops=stops,
         penalties=penalties,
         logprobs=max(asked, default=None),
-        backend=options.backend,
+        backend=backend_of(model, options),
         share=options.share_prefixes,
     )
+
+
+def backend_of(model: Model, options: Options) -> str:
+    """The attention backend of a job. Kernels run on one device; over a mesh XLA divides the work."""
+    if options.backend is not None:
+        return options.backend
+    return default_backend() if model.mesh is None else "xla"
+
+
+def layout_of(model: Model, options: Options) -> str:
+    """The layout of a job's pages."""
+    return options.layout or default_layout(backend_of(model, options))
 
 
 def cache_config(model: Model, slots: int, longest: int, options: Options) -> CacheConfig:
@@ -214,8 +227,13 @@ def cache_config(model: Model, slots: int, longest: int, options: Options) -> Ca
         options.rows,
         per_slot,
         stacked=model.stacked,
-        layout=options.layout or default_layout(),
+        layout=layout_of(model, options),
     )
+    try:
+        for spec in config.groups:
+            check_pages(backend_of(model, options), config.layout, config.rows, spec.storage)
+    except NotImplementedError as error:
+        raise RequestError(f"{error}: choose other rows, another storage or layout, or backend='xla'.") from error
     if model.stacked and len(config.groups) > 1:
         raise RequestError("Layers with different caches cannot be scanned: load with layers='unrolled'.")
     affordable = options.kv_bytes // config.page_bytes

@@ -28,8 +28,7 @@ from kvjax import plans, stops
 from kvjax.cache import CacheConfig
 from kvjax.errors import UserError
 from kvjax.job import Entry, Job, Memory
-from kvjax.pallas_kernels import default_layout
-from kvjax.plans import Model, Options, Plan, Request
+from kvjax.plans import Model, Options, Plan, Request, layout_of
 from kvjax.sampling_params import SamplingParams
 from kvjax.state import EngineState
 from kvjax.types import KVSpec
@@ -296,7 +295,7 @@ def _found(model: Model, options: Options, plan: Plan | None, memory: Memory, ho
     same = (
         held is not None
         and _shaping(options) == host["options"]
-        and held.cache.layout == (options.layout or default_layout())
+        and held.cache.layout == layout_of(model, options)
         and held.cache.stacked == model.stacked
         and held.cache.specs == model.family.kv_specs(model.config, model.storage)
     )

@@ -28,7 +28,8 @@ class KVSpec:
       key_dim: H of the keys.
       value_dim: H of the values.
       window: keys a query sees, itself included; None sees all.
-      storage: dtype name of the stored rows, e.g. "float32", "bfloat16".
+      storage: dtype name of the stored rows, e.g. "float32", "bfloat16"; of 8 bits ("int8", "float8_e4m3fn",
+        "float8_e5m2") they are codes, with a float32 scale for each head's row of K and of V.
       latent: whether the values are the first `value_dim` numbers of the keys, and not stored again (MLA).
     """
 
@@ -43,7 +44,14 @@ class KVSpec:
     def row_bytes(self) -> int:
         """Bytes of one token's K and V in one layer."""
         stored = self.key_dim if self.latent else self.key_dim + self.value_dim
-        return self.kv_heads * stored * jax.numpy.dtype(self.storage).itemsize
+        return self.kv_heads * stored * jax.numpy.dtype(self.storage).itemsize + 4 * self.scales
+
+    @property
+    def scales(self) -> int:
+        """Scales of one token in one layer: of its keys and its values in each head; 0 where rows are not codes."""
+        if jax.numpy.dtype(self.storage).itemsize > 1:
+            return 0
+        return self.kv_heads * (1 if self.latent else 2)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,9 +1,8 @@
 """The store: how K and V rows lie in pages. Only this file and the attention backends know the layout.
 
-Keys and values lie apart, in one of two layouts:
-
     head_major    K (P, K, H, R), V (P, K, R, H): q·K and p·V are then products of a CPU's natural form, row by row
-    token_major   K and V (P, R, K, H): a token's row is whole (K, H) tiles, which a TPU writes without touching others
+    token_major   K and V (P, R, K, H): a token's row is whole (K, H) tiles, which XLA writes on a TPU in place
+    joined        K and V in one array (P, C, R, 128), see joined.py: what the TPU's kernels read and write
 
 (docs/decisions.md, "Layout of the pages"). Latent pages (MLA) have keys only, whose first numbers are the values.
 """
@@ -13,23 +12,31 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-LAYOUTS = ("head_major", "token_major")
+from kvjax.pallas_kernels import joined, write_rows_tpu
+from kvjax.pallas_kernels.joined import Lanes
+
+LAYOUTS = ("head_major", "token_major", "joined")
 
 
-def default_layout() -> str:
-    """The layout that suits the default backend."""
+def default_layout(backend: str = "xla") -> str:
+    """The layout that suits an attention backend on the default platform."""
+    if backend.startswith("tpu"):
+        return "joined"
     return "head_major" if jax.default_backend() == "cpu" else "token_major"
 
 
 def init_pages(
-    pages: int, rows: int, kv_heads: int, key_dim: int, value_dim: int | None, dtype: jnp.dtype, layout: str
+    pages: int, rows: int, lanes: Lanes, dtype: jnp.dtype, layout: str
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Zeroed pages of one layer: K and V, of the shapes of the layout; no V where `value_dim` is None."""
+    """Zeroed pages of one layer: K and V, of the shapes of the layout; no V of its own in latent or joined pages."""
+    K, H, Hv = lanes.kv_heads, lanes.key_dim, lanes.value_dim
+    if layout == "joined":
+        return jnp.zeros((pages, lanes.row // joined.LANES, rows, joined.LANES), dtype), None
     head_major = layout == "head_major"
-    k = jnp.zeros((pages, kv_heads, key_dim, rows) if head_major else (pages, rows, kv_heads, key_dim), dtype)
-    if value_dim is None:
+    k = jnp.zeros((pages, K, H, rows) if head_major else (pages, rows, K, H), dtype)
+    if lanes.latent:
         return k, None
-    return k, jnp.zeros((pages, kv_heads, rows, value_dim) if head_major else (pages, rows, kv_heads, value_dim), dtype)
+    return k, jnp.zeros((pages, K, rows, Hv) if head_major else (pages, rows, K, Hv), dtype)
 
 
 def write_rows(
@@ -40,6 +47,10 @@ def write_rows(
     page: jax.Array,
     row: jax.Array,
     layout: str,
+    *,
+    slots: int | None = None,
+    max_query: int | None = None,
+    backend: str = "xla",
 ) -> tuple[jax.Array, jax.Array | None]:
     """Writes the K and V of T tokens into their rows, in place when the pages are donated.
 
@@ -51,10 +62,24 @@ def write_rows(
       page: (T,) int32 physical page of each token; an index of P or more drops the token.
       row: (T,) int32 row within the page, 0 ≤ row < R.
       layout: of the pages.
+      slots: static; the tokens are those of at most so many slots, packed slot after slot. T where None.
+      max_query: static; no slot has more tokens. Unknown where None.
+      backend: of the attention: its kernels write as they read.
 
     Returns:
       The new k_pages and v_pages.
     """
+    if layout == "joined":
+        lanes = Lanes(k.shape[1], k.shape[2], k.shape[2] if v is None else v.shape[2], v is None)
+        rows = joined.rows(k, v, lanes).astype(k_pages.dtype)
+        if backend.startswith("tpu"):
+            k_pages = write_rows_tpu.write_rows(
+                k_pages, rows, page, row, one_per_stripe=max_query == 1, slots=slots,
+                interpret=backend == "tpu_interpret",
+            )  # fmt: skip
+            return k_pages, None
+        tiles = rows.reshape(*rows.shape[:-1], -1, joined.LANES)
+        return k_pages.at[page, :, row].set(tiles, mode="drop"), None
     every = slice(None)
     k_place, v_place = ((page, every, every, row), (page, every, row)) if layout == "head_major" else ((page, row),) * 2
     k_pages = k_pages.at[k_place].set(k.astype(k_pages.dtype), mode="drop")

@@ -9,20 +9,27 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvjax.pallas_kernels import LAYOUTS, AttentionSpec, init_pages, paged_attention, write_rows
-from kvjax.pallas_kernels.paged_attention import BACKENDS
+from kvjax.pallas_kernels import LAYOUTS, AttentionSpec, Lanes, init_pages, joined, paged_attention, write_rows
+from kvjax.pallas_kernels.paged_attention import BACKENDS as ALL
+from kvjax.pallas_kernels.quantize import quantize, quantize_rows
 
+BACKENDS = [name for name in ALL if name != "tpu"]  # compiled ahead of time in test_tpu_kernels.py
 jitted = jax.jit(paged_attention, static_argnames=("spec", "max_query", "backend"))
 
 
 def attend(arrays, spec, max_query=1, backend="xla", **features):
     """`arrays` hold pages as (P, K, R, H); the layouts turn them round, and latent specs have no V."""
     q, k, v, table, lengths, starts = map(jnp.asarray, arrays)
-    if spec.layout == "token_major":
-        k, v = k.swapaxes(1, 2), v.swapaxes(1, 2)
+    v_pages = None if spec.latent else v
+    if backend.startswith("tpu") or spec.layout == "joined":
+        lanes = Lanes(k.shape[1], k.shape[3], spec.latent or v.shape[3], spec.latent is not None)
+        spec = dataclasses.replace(spec, layout="joined", lanes=lanes)
+        v_rows = None if v_pages is None else v_pages.swapaxes(1, 2)
+        k, v_pages = joined.tiles(joined.rows(k.swapaxes(1, 2), v_rows, lanes)), None
+    elif spec.layout == "token_major":
+        k, v_pages = k.swapaxes(1, 2), None if spec.latent else v.swapaxes(1, 2)
     else:
         k = k.swapaxes(2, 3)
-    v_pages = None if spec.latent else v
     return jitted(q, k, v_pages, table, lengths, starts, spec=spec, max_query=max_query, backend=backend, **features)
 
 
@@ -40,6 +47,15 @@ class Case:
     padding: int = 3
     seed: int = 0
     pages: int | None = None
+
+    def fitted(self, slots: int = 8, pages: int = 16, tokens: int = 112) -> "Case":
+        """The same with empty slots, pages and padding up to sizes that others have, too: one compilation for all."""
+        if self.pages is not None or len(self.lengths) > slots or max(self.lengths) > pages * self.rows:
+            return self
+        empty = (0,) * (slots - len(self.lengths))
+        padding = (slots if max(self.queries) < 2 else tokens) - sum(self.queries)
+        lengths, queries = self.lengths + empty, self.queries + empty
+        return dataclasses.replace(self, lengths=lengths, queries=queries, pages=pages, padding=padding)
 
 
 def build(case: Case):
@@ -74,7 +90,8 @@ def oracle(arrays, spec: AttentionSpec, sinks=None, slopes=None):
         for i in range(count):
             position = length - count + i
             first = 0 if spec.window is None else max(0, position - spec.window + 1)
-            keys = [(table[b, p // R], p % R) for p in range(first, position + 1)]
+            near = [*range(min(first, spec.sink_rows)), *range(first, position + 1)]
+            keys = [(table[b, p // R], p % R) for p in near]
             for n in range(N):
                 head = n // (N // K)
                 k_rows = np.array([k[page, head, row] for page, row in keys], np.float64)
@@ -83,7 +100,7 @@ def oracle(arrays, spec: AttentionSpec, sinks=None, slopes=None):
                 if spec.soft_cap:
                     s = spec.soft_cap * np.tanh(s / spec.soft_cap)
                 if slopes is not None:
-                    s = s - slopes[n] * (position - np.arange(first, position + 1))
+                    s = s - slopes[n] * (position - np.array(near))
                 if sinks is not None:
                     s = np.append(s, np.float64(sinks[n]))
                     v_rows = np.append(v_rows, np.zeros((1, v_rows.shape[1])), axis=0)
@@ -95,7 +112,7 @@ def oracle(arrays, spec: AttentionSpec, sinks=None, slopes=None):
 
 
 def check(case: Case, spec: AttentionSpec, backend: str, tolerance: float = 2e-6, **features) -> None:
-    arrays = build(case)
+    arrays = build(case.fitted())
     want_out, want_lse = oracle(arrays, spec, **features)
     max_query = 1 if max(case.queries) < 2 else 128
     out, lse = attend(arrays, spec, max_query, backend, **features)
@@ -120,15 +137,32 @@ SPECS = {
     "window over a page": AttentionSpec(0.25, window=20),
     "soft cap": AttentionSpec(0.25, soft_cap=1.5),
     "window and soft cap": AttentionSpec(0.25, window=9, soft_cap=2.0),
+    "window and first rows": AttentionSpec(0.25, window=9, sink_rows=3),
     "token major": AttentionSpec(0.25, window=9, layout="token_major"),
+    "joined": AttentionSpec(0.25, window=9, sink_rows=11, layout="joined", lanes=Lanes(2, 16, 16)),
 }
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+def over_backends(**quick):
+    """Parametrizes over names and backends; interpreted kernels, which take long to compile, quickly only for some.
+
+    quick: name of the argument = (all values, those of a quick run).
+    """
+    [(name, (values, some))] = quick.items()
+    interpreted = [backend for backend in BACKENDS if backend.endswith("interpret")]
+    cases = [
+        pytest.param(value, backend, id=f"{value}-{backend}", marks=[pytest.mark.slow] if slow else [])
+        for value in values
+        for backend in BACKENDS
+        for slow in [backend in interpreted and value not in some]
+    ]
+    return pytest.mark.parametrize((name, "backend"), cases)
+
+
+@over_backends(spec=(SPECS, ("plain", "window and soft cap", "window and first rows")))
 @pytest.mark.parametrize("case", RAGGED.values(), ids=RAGGED)
 def test_matches_float64_oracle(case, spec, backend):
-    check(case, spec, backend)
+    check(case, SPECS[spec], backend)
 
 
 SINKS = {"no sinks": {}, "sinks": {"sinks": np.array([-1.0, 0.5, 3.0, 9.0], np.float32)}}
@@ -136,34 +170,44 @@ SLOPES = {"no slopes": {}, "slopes": {"slopes": np.array([0.5, 0.25, 0.0, 0.0625
 FEATURES = {f"{a} {b}": SINKS[a] | SLOPES[b] for a in SINKS for b in SLOPES if a == "sinks" or b == "slopes"}
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@over_backends(spec=(("plain", "window and soft cap", "token major"), ("window and soft cap",)))
 @pytest.mark.parametrize("features", FEATURES.values(), ids=FEATURES)
-@pytest.mark.parametrize("spec", ["plain", "window and soft cap", "token major"])
 @pytest.mark.parametrize("case", ["decode with empty slots", "chunks", "decode rows beside a chunk"])
 def test_sinks_and_slopes(case, spec, features, backend):
     check(RAGGED[case], SPECS[spec], backend, **features)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("layout", LAYOUTS)
+@over_backends(layout=(LAYOUTS, ("joined",)))
 @pytest.mark.parametrize("case", ["decode", "chunks", "decode rows beside a chunk"])
 def test_latent_values(case, layout, backend):
     """One head of keys, whose first numbers are the values (MLA)."""
     case = dataclasses.replace(RAGGED[case], heads=6, kv_heads=1, dim=24)
-    check(case, AttentionSpec(0.25, latent=16, layout=layout), backend)
+    lanes = Lanes(1, 24, 16, latent=True) if layout == "joined" else None
+    check(case, AttentionSpec(0.25, latent=16, layout=layout, lanes=lanes), backend)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_the_latent_head_of_deepseek(backend):
-    check(Case((33, 5, 130), (1, 5, 9), 16, 1, 576, 512, 32), AttentionSpec(192**-0.5, latent=512), backend, 1e-5)
+@over_backends(dim=((576,), ()))
+def test_the_latent_head_of_deepseek(dim, backend):
+    check(Case((33, 5, 130), (1, 5, 9), 16, 1, dim, 512, 32), AttentionSpec(192**-0.5, latent=512), backend, 1e-5)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("heads, kv_heads", [(1, 1), (4, 4), (8, 1), (9, 3), (14, 2)])
-@pytest.mark.parametrize("dim, value_dim, rows", [(64, 64, 16), (80, 80, 32), (128, 128, 16), (24, 16, 8)])
-def test_shapes(heads, kv_heads, dim, value_dim, rows, backend):
-    case = Case((33, 5, 17), (1, 5, 9), heads, kv_heads, dim, value_dim, rows)
-    check(case, AttentionSpec(dim**-0.5), backend)
+HEADS = [(1, 1), (4, 4), (8, 1), (9, 3), (14, 2)]
+DIMS = [(64, 64, 16), (80, 80, 32), (128, 128, 16), (24, 16, 8)]
+QUICK = {((9, 3), (64, 64, 16)), ((4, 4), (80, 80, 32)), ((8, 1), (24, 16, 8))}
+"""Of the shapes, for which a kernel is interpreted in a quick run, too: it takes long to compile."""
+SHAPES = [
+    pytest.param(heads, dims, backend, marks=[pytest.mark.slow] if slow else [])
+    for backend in BACKENDS
+    for heads in HEADS
+    for dims in DIMS
+    for slow in [backend.startswith("tpu") and (heads, dims) not in QUICK]
+]
+
+
+@pytest.mark.parametrize("heads, dims, backend", SHAPES)
+def test_shapes(heads, dims, backend):
+    case = Case((33, 5, 17), (1, 5, 9), *heads, *dims)
+    check(case, AttentionSpec(dims[0] ** -0.5), backend)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -171,17 +215,110 @@ def test_thousands_of_rows(backend):
     check(Case((2500, 3000), (1, 2), heads=2, kv_heads=1, rows=64), AttentionSpec(0.25), backend)
 
 
+ERROR = {"int8": 2e-4, "float8_e4m3fn": 5e-3, "float8_e5m2": 5e-3}
+"""Of attention over codes against attention over what they mean: queries and weights are cut into 8-bit parts."""
+
+
+def quantized(case: Case, storage: str, by_page: bool):
+    """The case with codes for K and V, their scales, and what they mean; what is nobody's is NaN where it can be."""
+    q, k, v, *rest = build(case)
+    codes, meaning, scales = [], [], []
+    for x in (k, v):
+        _, scale = quantize_rows(jnp.nan_to_num(x), storage)  # (P, K, R)
+        held = ~np.isnan(x).any(axis=3)
+        if by_page:
+            scale = jnp.broadcast_to(jnp.where(held, scale, 0).max(axis=2, keepdims=True), scale.shape)
+        else:
+            scale = jnp.where(held, scale, jnp.nan)
+        code = quantize(jnp.nan_to_num(x), jnp.nan_to_num(scale, nan=1.0), storage)
+        codes.append(jnp.where(np.isnan(x), jnp.nan, code.astype(jnp.float32)).astype(code.dtype))
+        meaning.append(np.asarray(code.astype(jnp.float32) * scale[..., None]))
+        scales.append(scale[:, :, 0] if by_page else scale)
+    return (q, *codes, *rest), (q, *meaning, *rest), jnp.concatenate(scales, axis=1)
+
+
+@over_backends(storage=(ERROR, ("int8", "float8_e4m3fn")))
+@pytest.mark.parametrize("by_page", [False, True], ids=["by row", "by page"])
+@pytest.mark.parametrize("queries", [(1, 0, 1, 1), (1, 9, 0, 40)], ids=["decode", "chunks"])
+def test_codes_and_scales(queries, storage, by_page, backend):
+    case = Case((130, 20, 300, 257), queries, heads=4, kv_heads=2, dim=64, value_dim=64, rows=128)
+    arrays, meaning, scales = quantized(case, storage, by_page)
+    want, want_lse = oracle(meaning, AttentionSpec(0.125))
+    out, lse = attend(arrays, AttentionSpec(0.125), max(queries), backend, scales=scales)
+    tolerance = 1e-5
+    if backend.startswith("tpu"):  # chunks are multiplied in bfloat16
+        tolerance = ERROR[storage] if max(queries) == 1 else 1e-2
+    np.testing.assert_allclose(np.asarray(lse), want_lse, rtol=tolerance, atol=tolerance)
+    np.testing.assert_allclose(np.asarray(out), want, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("counts", [(1, 1, 1), (1, 0, 12)], ids=["decode", "chunks"])
+def test_a_table_for_each_head(counts, backend):
+    """Every kv head of a slot has its own pages, and its own number of them."""
+    K, G, R, H, M = 2, 3, 16, 32, 4
+    rng = np.random.default_rng(0)
+    B, T = len(counts), sum(counts) + 2
+    lengths = np.maximum(rng.integers(1, M * R, (B, K)), np.asarray(counts)[:, None]).astype(np.int32)
+    table = rng.permutation(B * K * M).reshape(B, K, M).astype(np.int32)
+    k, v = (rng.standard_normal((B * K * M, 1, R, H)).astype(np.float32) for _ in range(2))
+    q = rng.standard_normal((T, K * G, H)).astype(np.float32)
+    starts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
+    out, lse = attend((q, k, v, table, lengths, starts), AttentionSpec(0.25), max(counts), backend)
+    for head in range(K):
+        mine = slice(head * G, (head + 1) * G)
+        alone = q[:, mine], k, v, table[:, head], lengths[:, head], starts
+        want, want_lse = oracle(alone, AttentionSpec(0.25))
+        np.testing.assert_allclose(np.asarray(out)[:, mine], want, rtol=2e-6, atol=2e-6)
+        np.testing.assert_allclose(np.asarray(lse)[:, mine], want_lse, rtol=2e-6, atol=2e-6)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("count", [7, 40])
+def test_a_tree_of_tokens(count, backend):
+    """Each new token sees its ancestors and what came before; its own path alone gives the same."""
+    rng = np.random.default_rng(count)
+    parent = [rng.integers(-1, i) if i else -1 for i in range(count)]
+    paths: list[list[int]] = []
+    for i in range(count):
+        paths.append([*(paths[parent[i]] if parent[i] >= 0 else []), i])
+    words = np.zeros((count + 4, -(-count // 32)), np.uint32)
+    for i, path in enumerate(paths):
+        for j in path:
+            words[i, j // 32] |= np.uint32(1 << (j % 32))
+    case = Case((37 + count,), (count,), rows=16, padding=4)
+    arrays = q, k, v, table, *_ = build(case)
+    out, lse = attend(arrays, AttentionSpec(0.25), count, backend, tree=jnp.asarray(words.view(np.int32)))
+    order = [*range(37)]
+    for i, path in enumerate(paths):
+        rows = [(table[0, p // 16], p % 16) for p in order + [37 + j for j in path]]
+        flat = [np.stack([x[page, :, row] for page, row in rows], axis=1)[None] for x in (k, v)]  # one page of a path
+        alone = q[i : i + 1], *flat, np.zeros((1, 1), np.int32), np.asarray([len(rows)]), np.asarray([0, 1])
+        want, want_lse = oracle(alone, AttentionSpec(0.25))
+        np.testing.assert_allclose(np.asarray(out)[i], want[0], rtol=2e-6, atol=2e-6)
+        np.testing.assert_allclose(np.asarray(lse)[i], want_lse[0], rtol=2e-6, atol=2e-6)
+
+
+SLOTS = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 40)), min_size=6, max_size=6)
+
+
 @settings(max_examples=100, deadline=None)
-@given(
-    st.lists(st.tuples(st.integers(0, 40), st.integers(0, 40)), min_size=6, max_size=6),
-    st.sampled_from([None, 1, 8, 30]),
-    st.integers(0, 2**16),
-)
+@given(SLOTS, st.sampled_from([None, 1, 8, 30]), st.integers(0, 2**16))
 def test_any_ragged_batch(slots, window, seed):
+    check_any(slots, AttentionSpec(0.25, window=window), seed, "xla")
+
+
+@settings(max_examples=30, deadline=None)
+@given(SLOTS, st.sampled_from([(None, 0), (13, 3)]), st.integers(0, 2**16))
+def test_any_ragged_batch_interpreted(slots, window, seed):
+    check_any(slots, AttentionSpec(0.25, window=window[0], sink_rows=window[1]), seed, "tpu_interpret")
+
+
+def check_any(slots, spec, seed, backend):
     lengths = tuple(length for length, _ in slots)
     queries = tuple(min(length, query) for length, query in slots)
     case = Case(lengths, queries, padding=250 - sum(queries), seed=seed, pages=5)  # one shape, one compilation
-    check(case, AttentionSpec(0.25, window=window), "xla")
+    check(case, spec, backend)
 
 
 def test_bfloat16_pages_accumulate_in_float32():
@@ -210,17 +347,18 @@ def test_partial_results_merge_by_log_sum_exp():
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_write_rows_puts_tokens_in_place_and_drops_padding(layout):
-    k_pages, v_pages = init_pages(3, 4, 2, 5, 6, jnp.dtype("float32"), layout)
+    k_pages, v_pages = init_pages(3, 4, Lanes(2, 5, 6), jnp.dtype("float32"), layout)
     k, v = jnp.arange(30.0).reshape(3, 2, 5), jnp.arange(36.0).reshape(3, 2, 6)
     page, row = jnp.asarray([2, 0, 3], jnp.int32), jnp.asarray([1, 3, 0], jnp.int32)
+    assert (v_pages is None) == (layout == "joined")
     k_pages, v_pages = write_rows(k_pages, v_pages, k, v, page, row, layout)
-    assert v_pages is not None
-    if layout == "token_major":
-        k_pages, v_pages = k_pages.swapaxes(1, 2), v_pages.swapaxes(1, 2)
-    else:
-        k_pages = k_pages.swapaxes(2, 3)
-    np.testing.assert_array_equal(k_pages[2, :, 1], k[0])
-    np.testing.assert_array_equal(v_pages[0, :, 3], v[1])
+    if v_pages is None:
+        k_pages, v_pages = joined.split(joined.rows_of(k_pages), Lanes(2, 5, 6))
+    elif layout == "head_major":
+        k_pages = k_pages.transpose(0, 3, 1, 2)
+        v_pages = v_pages.swapaxes(1, 2)
+    np.testing.assert_array_equal(k_pages[2, 1], k[0])
+    np.testing.assert_array_equal(v_pages[0, 3], v[1])
     assert float(k_pages.sum()) == float(k[:2].sum())
 
 

@@ -21,9 +21,11 @@ from kvjax.state import Program
 from kvjax.stops import no_stops
 
 
-def program_and_state(family, config, storage, slots, rows, pages, stacked, layout="head_major"):
-    cache = CacheConfig(family.kv_specs(config, storage), slots, rows, pages, stacked=stacked, layout=layout)
-    program = Program(family.forward, family.unembed, config, config.width, storage, cache)
+def program_and_state(family, config, storage, slots, rows, pages, stacked, layout="head_major", pool=None):
+    cache = CacheConfig(family.kv_specs(config, storage), slots, rows, pages, pool, stacked, layout)
+    backend = "tpu" if layout == "joined" else "xla"
+    dtype = storage if storage in ("float32", "bfloat16") else "bfloat16"
+    program = Program(family.forward, family.unembed, config, config.width, dtype, cache, backend=backend)
     return program, jax.eval_shape(
         lambda: engine_state.init(program, jnp.asarray(no_stops(config.vocab)), rows=4 * slots)
     )
@@ -185,3 +187,45 @@ def test_tpu_loop_copies_no_cache(name, stacked):
     cache_bytes = sum(x.size * 2 for group in state.cache.groups for x in jax.tree.leaves(group.kv))
     assert memory.alias_size_in_bytes >= cache_bytes
     assert memory.temp_size_in_bytes < 256 << 20
+
+
+LLAMA_3_8B = SMALL_LLAMA_3 | {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32}
+TOPOLOGIES = {"v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2", "tpu7x": "tpu7x:2x2x1"}
+
+
+def kernel_loop(name, fields, storage, pool, stacked=True):
+    """The loop with the TPU's kernels, over one chip: 64 slots of 8,192 tokens, in a pool of so many pages."""
+    family = family_of(fields)
+    config = family.config(fields, None)
+    params = jax.tree.map(lambda spec: jax.ShapeDtypeStruct(spec.shape, jnp.bfloat16), family.abstract(config))
+    if stacked:
+        layers = [jax.tree.leaves(layer) for layer in params["layers"]]
+        stack = [jax.ShapeDtypeStruct((len(layers), *leaf.shape), leaf.dtype) for leaf in layers[0]]
+        params["layers"] = jax.tree.unflatten(jax.tree.structure(params["layers"][0]), stack)
+    program, state = program_and_state(family, config, storage, 64, 128, 64, stacked, "joined", pool)
+    place = SingleDeviceSharding(
+        topologies.get_topology_desc(platform="tpu", topology_name=TOPOLOGIES[name]).devices[0]
+    )
+    return compile_run(program, on(place, params), on(place, state), 512), state
+
+
+KERNEL_LOOPS = {
+    "llama 3 8b on a v5p": ("v5p", LLAMA_3_8B, "bfloat16", 4096, True),
+    "int8 pages on a v5e": ("v5e", LLAMA_3_8B | {"num_hidden_layers": 24}, "int8", 1024, True),
+    "layers apart on a v5e": ("v5e", SMALL_LLAMA_3, "bfloat16", 1024, False),
+    "heads of 64 on a 7x": ("tpu7x", SMALL_LLAMA_3 | {"head_dim": 64}, "bfloat16", 1024, False),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("loop", KERNEL_LOOPS.values(), ids=KERNEL_LOOPS)
+def test_tpu_loop_with_kernels(loop):
+    """Fits the chip, and copies neither the pages nor any layer's share of them."""
+    name, fields, _, pool, stacked = loop
+    compiled, state = kernel_loop(*loop)
+    pages = [x for group in state.cache.groups for x in jax.tree.leaves(group.kv.k)]
+    memory = compiled.memory_analysis()
+    assert memory.alias_size_in_bytes >= sum(x.size * x.dtype.itemsize for x in pages)
+    assert memory.temp_size_in_bytes < 512 << 20
+    page_shape = ",".join(map(str, pages[0].shape))
+    assert not re.search(rf"\[{page_shape}\]\S* (copy|copy-start)\(", within_the_loop(compiled.as_text()))

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from kvjax.checkpoints.source import TensorSource
     from kvjax.types import Family
 
-_STORAGES = ("float32", "bfloat16")
+_STORAGES = ("float32", "bfloat16", "int8")
 _CONTEXTS = 1024
 
 

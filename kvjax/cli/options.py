@@ -23,11 +23,22 @@ Seed = Annotated[int, typer.Option(help="Of the random numbers", min=0, max=2**3
 
 
 class Dtype(enum.StrEnum):
-    """Number formats that K, V and parameters can have."""
+    """Number formats that parameters can have."""
 
     float32 = "float32"
     bfloat16 = "bfloat16"
     float16 = "float16"
+
+
+class KVDtype(enum.StrEnum):
+    """Number formats that K and V can have."""
+
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+    float16 = "float16"
+    int8 = "int8"
+    float8_e4m3fn = "float8_e4m3fn"
+    float8_e5m2 = "float8_e5m2"
 
 
 class Layers(enum.StrEnum):
@@ -44,7 +55,7 @@ class Loading:
     model: str | None = None
     context: int | None = None
     dtype: Dtype | None = None
-    kv_dtype: Dtype | None = None
+    kv_dtype: KVDtype | None = None
     rope: str | None = None
     layers: Layers = Layers.unrolled
 
@@ -133,7 +144,7 @@ _LOADING = _table(
         ("model", str, "Hugging Face repo id, folder, .gguf file or gs://… (default: SmolLM2-135M)", "--model", "-m"),
         ("context", int, "Longest prompt with output to serve, in tokens (default: the model's own)"),
         ("dtype", Dtype, "Of parameters and activations (default: float32 on CPUs, else bfloat16)"),
-        ("kv_dtype", Dtype, "Of the cached keys and values (default: as --dtype)"),
+        ("kv_dtype", KVDtype, "Of the cached keys and values (default: as --dtype)"),
         (
             "rope",
             str,

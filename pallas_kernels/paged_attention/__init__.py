@@ -2,12 +2,27 @@
 
 from __future__ import annotations
 
-import jax
+from typing import Any
 
-from kvjax.pallas_kernels.paged_attention import reference, xla
+import jax
+import jax.numpy as jnp
+
+from kvjax.pallas_kernels.paged_attention import reference, tpu, xla
 from kvjax.pallas_kernels.paged_attention.spec import AttentionSpec
 
-BACKENDS = ("reference", "xla")
+BACKENDS = ("reference", "xla", "tpu", "tpu_interpret")
+
+
+def default_backend() -> str:
+    """The backend that suits the default platform, on one device."""
+    return "tpu" if jax.default_backend() == "tpu" else "xla"
+
+
+def check(backend: str, layout: str, rows: int, storage: str) -> None:
+    """Raises NotImplementedError, with the reason, for a cache that a backend cannot read."""
+    dtype = jnp.dtype(storage)
+    if backend.startswith("tpu"):
+        tpu.check(layout, rows, dtype, scaled=dtype.itemsize == 1)
 
 
 def paged_attention(
@@ -21,9 +36,12 @@ def paged_attention(
     *,
     sinks: jax.Array | None = None,
     slopes: jax.Array | None = None,
+    tree: jax.Array | None = None,
+    scales: jax.Array | None = None,
     max_query: int,
-    backend: str = "xla",
-) -> tuple[jax.Array, jax.Array]:
+    with_lse: bool = True,
+    backend: str | None = None,
+) -> tuple[jax.Array, jax.Array | None]:
     """Causal attention of T packed query tokens over the pages of their slots.
 
     The tokens of slot b are q[row_starts[b]:row_starts[b + 1]]; they are the last of its lengths[b] rows, all of
@@ -31,35 +49,99 @@ def paged_attention(
 
     Args:
       q: (T, N, H) queries; tokens behind row_starts[B] are padding.
-      k_pages: (P, K, H, R), or (P, R, K, H) in the token-major layout; N is a multiple of K.
-      v_pages: (P, K, R, Hv), or (P, R, K, Hv); None where `spec.latent` is set.
-      table: (B, M) int32 physical pages of each slot; entries behind its length may be anything.
-      lengths: (B,) int32 rows of each slot, those of this step included.
+      k_pages: (P, K, H, R), or (P, R, K, H) in the token-major layout; N is a multiple of K. In the joined layout
+        both K and V, (P, C, R, 128) (`kvjax.pallas_kernels.joined`).
+      v_pages: (P, K, R, Hv), or (P, R, K, Hv); None where `spec.latent` is set, and in the joined layout.
+      table: (B, M) int32 physical pages of each slot; entries behind its length may be anything. (B, K, M) where each
+        kv head of a slot has its own, of pages of one head.
+      lengths: (B,) int32 rows of each slot, those of this step included; (B, K) with a table for each head.
       row_starts: (B + 1,) int32, not decreasing, from 0.
       spec: scale, window, soft cap, latent values, layout.
       sinks: (N,) float32 logits that join each head's softmax denominator and no more (gpt-oss).
       slopes: (N,) float32, m of ALiBi (2108.12409): m times the distance to a key is taken off its scaled logit.
+      tree: (T, W) int32 or None. What a token sees of the c new rows of its slot, instead of those up to its own: row
+        length − c + i only if bit i mod 32 of word i div 32 is set. Nothing is hidden of what came before.
+      scales: float32 or None: what codes are multiplied with, the heads of K first, then V's: (P, 2·K, R) for each
+        row, or (P, 2·K) for each page. Latent pages have K of them.
       max_query: static; no slot has more tokens than this. 1 for a decode step.
-      backend: "xla", or "reference" for the oracle.
+      with_lse: static; a kernel has less to write without.
+      backend: "xla"; "tpu"; "tpu_interpret" for the TPU's kernels interpreted on a CPU; "reference" for the oracle.
+        None: "tpu" for joined pages on a TPU, else "xla".
 
     Returns:
       out (T, N, Hv) in q's dtype, and lse (T, N) float32, the natural log of the softmax denominator, everything
-      applied, sinks included. Padding and tokens that see nothing get 0 and −inf.
+      applied, sinks included, or None without `with_lse`. Padding and tokens that see nothing get 0 and −inf.
 
     Raises:
-      NotImplementedError: for a backend that does not exist.
+      NotImplementedError: for a backend that does not exist, or what one cannot do, with the reason.
       ValueError: when N is not a multiple of K, or V is missing.
     """
-    if (v_pages is None) != (spec.latent is not None):
-        raise ValueError("V has pages of its own, or spec.latent says how much of K it is: give one of them")
-    kv_heads = k_pages.shape[1 if spec.layout == "head_major" else 2]
+    if table.ndim == 3:
+        if sinks is not None or slopes is not None:
+            raise NotImplementedError("a table for each head with sinks or slopes, which are different for each, too")
+        return _by_head(
+            q, k_pages, v_pages, table, lengths, row_starts, spec,
+            tree=tree, scales=scales, max_query=max_query, with_lse=with_lse, backend=backend,
+        )  # fmt: skip
+    if spec.lanes is not None:
+        kv_heads = spec.lanes.kv_heads
+        if v_pages is not None or spec.lanes.latent != (spec.latent is not None):
+            raise ValueError("in the joined layout V is in the rows of K, and spec.lanes knows what is latent")
+    else:
+        kv_heads = k_pages.shape[1 if spec.layout == "head_major" else 2]
+        if (v_pages is None) != (spec.latent is not None):
+            raise ValueError("V has pages of its own, or spec.latent says how much of K it is: give one of them")
+    if tree is not None and (spec.window is not None or slopes is not None):
+        raise NotImplementedError("a tree with a window or ALiBi: the order of a tree's tokens is not their distance")
     if q.shape[1] % kv_heads:
         raise ValueError(f"{q.shape[1]} query heads do not divide into {kv_heads} kv heads")
+    if backend is None:
+        backend = default_backend() if spec.layout == "joined" else "xla"
+    if backend in ("tpu", "tpu_interpret"):
+        return tpu.paged_attention(
+            q, k_pages, table, lengths, row_starts, spec, max_query, sinks, slopes, tree, scales,
+            with_lse=with_lse, interpret=backend == "tpu_interpret",
+        )  # fmt: skip
     if backend == "xla":
-        return xla.paged_attention(q, k_pages, v_pages, table, lengths, row_starts, spec, max_query, sinks, slopes)
-    if backend == "reference":
-        return reference.paged_attention(q, k_pages, v_pages, table, lengths, row_starts, spec, sinks, slopes)
-    raise NotImplementedError(f"attention backend {backend!r} does not exist; there are {', '.join(BACKENDS)}")
+        out, lse = xla.paged_attention(
+            q, k_pages, v_pages, table, lengths, row_starts, spec, max_query, sinks, slopes, tree, scales
+        )
+    elif backend == "reference":
+        out, lse = reference.paged_attention(
+            q, k_pages, v_pages, table, lengths, row_starts, spec, sinks, slopes, tree, scales
+        )
+    else:
+        raise NotImplementedError(f"attention backend {backend!r} does not exist; there are {', '.join(BACKENDS)}")
+    return out, lse if with_lse else None
 
 
-__all__ = ["BACKENDS", "AttentionSpec", "paged_attention"]
+def _by_head(
+    q: jax.Array,
+    k_pages: jax.Array,
+    v_pages: jax.Array | None,
+    table: jax.Array,
+    lengths: jax.Array,
+    row_starts: jax.Array,
+    spec: AttentionSpec,
+    *,
+    tree: jax.Array | None,
+    **how: Any,
+) -> tuple[jax.Array, jax.Array | None]:
+    """Each kv head of a slot becomes a slot of its own: of K times as many tokens, head by head."""
+    (B, K, _), (T, N, H) = table.shape, q.shape
+    by_head = q.reshape(T, K, N // K, H).swapaxes(0, 1).reshape(K * T, N // K, H)
+    # Behind the slots of a head stands one more, empty, whose tokens are the padding.
+    tables = jnp.pad(table.swapaxes(0, 1), ((0, 0), (0, 1), (0, 0))).reshape(K * (B + 1), -1)
+    rows = jnp.pad(lengths.swapaxes(0, 1), ((0, 0), (0, 1))).reshape(-1)
+    starts = (jnp.arange(K, dtype=jnp.int32)[:, None] * T + row_starts[None, :]).reshape(-1)
+    starts = jnp.append(starts, jnp.int32(K * T))
+    trees = None if tree is None else jnp.tile(tree, (K, 1))
+    out, lse = paged_attention(by_head, k_pages, v_pages, tables, rows, starts, spec, tree=trees, **how)
+    used = jnp.arange(T, dtype=jnp.int32)[:, None] < row_starts[-1]
+    out = jnp.where(used[..., None], out.reshape(K, T, N // K, -1).swapaxes(0, 1).reshape(T, N, -1), 0)
+    if lse is None:
+        return out, None
+    return out, jnp.where(used, lse.reshape(K, T, N // K).swapaxes(0, 1).reshape(T, N), -jnp.inf)
+
+
+__all__ = ["BACKENDS", "AttentionSpec", "check", "default_backend", "paged_attention"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from kvjax.pallas_kernels import joined
 from kvjax.pallas_kernels.paged_attention.spec import AttentionSpec
 
 
@@ -21,6 +22,12 @@ def query_positions(row_starts: jax.Array, lengths: jax.Array, slots: jax.Array)
     return lengths[safe] - row_ends[safe] + jnp.arange(slots.shape[0], dtype=jnp.int32)
 
 
+def tree_bit(tree: jax.Array, index: jax.Array) -> jax.Array:
+    """(T, S) bool: bit `index` (T, S) of each token's mask (T, W) int32; False outside of it."""
+    word = jnp.take_along_axis(tree, jnp.clip(index >> 5, 0, tree.shape[1] - 1), axis=1)
+    return ((word >> (index & 31)) & 1 == 1) & (index >= 0) & (index < 32 * tree.shape[1])
+
+
 def paged_attention(
     q: jax.Array,
     k_pages: jax.Array,
@@ -31,15 +38,25 @@ def paged_attention(
     spec: AttentionSpec,
     sinks: jax.Array | None = None,
     slopes: jax.Array | None = None,
+    tree: jax.Array | None = None,
+    scales: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Gathers every slot's whole context for every token, then a dense softmax. Arguments as in `__init__`."""
     T, N, _ = q.shape
-    if spec.layout == "head_major":
+    if spec.lanes is not None:
+        k_pages, v_pages = joined.split(joined.rows_of(k_pages), spec.lanes)
+    elif spec.layout == "head_major":
         k_pages = k_pages.transpose(0, 3, 1, 2)
         v_pages = None if v_pages is None else v_pages.swapaxes(1, 2)
     if v_pages is None:
         v_pages = k_pages[..., : spec.latent]
     _, R, K, _ = k_pages.shape
+    if scales is not None:
+        if scales.ndim == 2:
+            scales = scales[..., None]
+        by_row = scales.swapaxes(1, 2)[..., None]  # (P, R, 2·K, 1), or R of 1
+        k_pages = k_pages.astype(jnp.float32) * by_row[:, :, :K]
+        v_pages = v_pages.astype(jnp.float32) * by_row[:, :, -K:]
     B, M = table.shape
     slots = query_slots(row_starts, T)
     positions = query_positions(row_starts, lengths, slots)
@@ -49,9 +66,14 @@ def paged_attention(
     k = k_pages.at[table].get(mode="clip").reshape(B, M * R, K, -1)[safe].astype(jnp.float32)
     v = v_pages.at[table].get(mode="clip").reshape(B, M * R, K, -1)[safe].astype(jnp.float32)
     key_position = jnp.arange(M * R, dtype=jnp.int32)[None, :]
-    visible = (key_position <= positions[:, None]) & (slots < B)[:, None]
+    visible = key_position <= positions[:, None]
+    if tree is not None:
+        own = key_position - (lengths[safe] - (row_starts[1:] - row_starts[:-1])[safe])[:, None]  # among the new rows
+        visible = jnp.where(own >= 0, tree_bit(tree, own), True)
+    visible &= (slots < B)[:, None] & (key_position < lengths[safe][:, None])
     if spec.window is not None:
-        visible &= key_position > positions[:, None] - spec.window
+        near = key_position > positions[:, None] - spec.window
+        visible &= near | (key_position < spec.sink_rows)
     v = jnp.where(visible[:, :, None, None], v, 0.0)  # a poisoned row must not come back as 0 × NaN
 
     grouped = q.reshape(T, K, N // K, -1).astype(jnp.float32)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
+from kvjax.pallas_kernels.joined import Lanes
+
 
 @dataclasses.dataclass(frozen=True)
 class AttentionSpec:
@@ -15,6 +17,8 @@ class AttentionSpec:
       soft_cap: c in c·tanh(logit / c) (Gemma 2); None leaves the logits as they are.
       latent: None where V has pages of its own; else Hv, and the values are the first Hv numbers of the keys (MLA).
       layout: of the pages, one of `kvjax.pallas_kernels.LAYOUTS`.
+      lanes: where heads lie in the rows of the joined layout; None in the others.
+      sink_rows: the first rows of a slot that stay visible behind the window (StreamingLLM, 2309.17453).
     """
 
     scale: float
@@ -22,7 +26,11 @@ class AttentionSpec:
     soft_cap: float | None = None
     latent: int | None = None
     layout: str = "head_major"
+    lanes: Lanes | None = None
+    sink_rows: int = 0
 
     def __post_init__(self):
         if self.window is not None and self.window < 1:
             raise ValueError(f"window is {self.window}; it counts the query's own key, so it is at least 1")
+        if (self.layout == "joined") != (self.lanes is not None):
+            raise ValueError("lanes say where heads lie in the joined layout: give both or neither")

@@ -14,6 +14,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from kvjax.pallas_kernels import joined
+from kvjax.pallas_kernels.paged_attention.reference import tree_bit
 from kvjax.pallas_kernels.paged_attention.spec import AttentionSpec
 
 BLOCK = 32  # C of prompt chunks: query tokens of one slot that share a page's K and V
@@ -73,13 +75,18 @@ def paged_attention(
     max_query: int,
     sinks: jax.Array | None = None,
     slopes: jax.Array | None = None,
+    tree: jax.Array | None = None,
+    scales: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Arguments as in `kvjax.pallas_kernels.paged_attention.paged_attention`."""
     (T, N, _), B = q.shape, table.shape[0]
     tokens = row_starts[1:] - row_starts[:-1]
-    Hv = spec.latent if v_pages is None else v_pages.shape[-1]
+    if spec.lanes is not None:
+        Hv = spec.lanes.value_dim
+    else:
+        Hv = (spec.latent or 0) if v_pages is None else v_pages.shape[-1]
     carry = jnp.zeros((T, N, Hv), q.dtype), jnp.full((T, N), -jnp.inf, jnp.float32)
-    arrays = q, k_pages, v_pages, table, lengths, row_starts, sinks, slopes
+    arrays = q, k_pages, v_pages, table, lengths, row_starts, sinks, slopes, tree, scales
     carry = _attend_blocks(carry, *arrays, spec, tokens == 1, 1, min(T, B))
     if max_query > 1:
         C = min(BLOCK, 1 << (max_query - 1).bit_length())
@@ -97,6 +104,8 @@ def _attend_blocks(
     row_starts: jax.Array,
     sinks: jax.Array | None,
     slopes: jax.Array | None,
+    tree: jax.Array | None,
+    scales: jax.Array | None,
     spec: AttentionSpec,
     wanted: jax.Array,
     C: int,
@@ -106,7 +115,10 @@ def _attend_blocks(
     T, N, _ = q.shape
     head_major = spec.layout == "head_major"
     Hv = carry[0].shape[-1]
-    K, R = (k_pages.shape[1], k_pages.shape[3]) if head_major else k_pages.shape[2:0:-1]
+    if spec.lanes is not None:
+        K, R = spec.lanes.kv_heads, k_pages.shape[2]
+    else:
+        K, R = (k_pages.shape[1], k_pages.shape[3]) if head_major else k_pages.shape[2:0:-1]
     k_rows, v_rows = ("bkhr", "bkrh") if head_major else ("brkh", "brkh")
     G, tile = N // K, min(TILE, most)
     if slopes is not None:
@@ -133,38 +145,63 @@ def _attend_blocks(
             m, l, acc = state
             physical = jax.lax.dynamic_index_in_dim(row_table, page, axis=1, keepdims=False)
             k = k_pages.at[physical].get(mode="clip")
-            if v_pages is not None:
+            if spec.lanes is not None:
+                k, v = joined.split(joined.rows_of(k), spec.lanes)
+            elif v_pages is not None:
                 v = v_pages.at[physical].get(mode="clip")
             else:
                 v = k[:, :, :Hv] if head_major else k[..., :Hv]
+            if k.dtype.itemsize < 2:  # codes
+                k, v = k.astype(q.dtype), v.astype(q.dtype)
             key = page * R + jnp.arange(R, dtype=jnp.int32)
             # Rows beyond the length belong to nobody and may hold NaN: they must not come back as 0 × NaN.
             owned = key[None, :] < row_length
             owned = owned.reshape(tile, *(R if axis == "r" else 1 for axis in v_rows[1:]))
             v = jnp.where(owned, v, jnp.zeros((), v.dtype))
             s = _dot(f"bkch,{k_rows}->bkcr", queries, k)
+            if scales is not None:
+                scale = scales.at[physical].get(mode="clip").reshape(tile, scales.shape[1], 1, -1)  # 1 or R rows
+                s = s * scale[:, :K]
             if spec.soft_cap is not None:
                 s = jnp.float32(spec.soft_cap) * jnp.tanh(s / jnp.float32(spec.soft_cap))
             key = key[None, None, None, :]
             if slopes is not None:
                 s = s - row_slopes * (row_position - key).astype(jnp.float32)
             seen = key <= row_position
+            if tree is not None:
+                own = key - (row_length - row_size)[:, :, None, None]
+                bits = tree_bit(row_tree, jnp.broadcast_to(own, (tile, C, 1, R)).reshape(tile * C, R))
+                bits = jnp.repeat(bits.reshape(tile, 1, C, R), G, axis=2)
+                seen = jnp.where(own < 0, True, bits) & (row_position >= 0)
             if spec.window is not None:
-                seen &= key > row_position - spec.window
+                near = key > row_position - spec.window
+                seen &= near | (key < spec.sink_rows)
             s = jnp.where(seen, s, MASKED)
             m_new = jnp.maximum(m, s.max(axis=-1))
             shrink = jnp.exp(m - m_new)
             p = jnp.exp(s - m_new[..., None])
+            total = l * shrink + p.sum(axis=-1)
+            if scales is not None:
+                p = jnp.where(seen, p * scale[:, -K:], 0.0)  # what is not seen may be NaN
             acc = acc * shrink[..., None] + _dot(f"bkcr,{v_rows}->bkch", p, v)
-            return m_new, l * shrink + p.sum(axis=-1), acc
+            return m_new, total, acc
 
+        row_size = (row_starts[slot + 1] - row_starts[slot])[:, None]
+        if tree is not None:
+            row_tree = tree.at[token].get(mode="clip").reshape(tile * C, -1)
         first_page = jnp.int32(0)
+        last_page = position.max() // R + 1
+        if tree is not None:  # a token may see rows behind it
+            last_page = (jnp.where(live, row_length, 0).max() + R - 1) // R
         if spec.window is not None:
             nearest = jnp.where(live, position - (spec.window - 1), jnp.int32(2**30)).min()
             first_page = jnp.maximum(nearest, 0) // R
         shape = (tile, K, C * G)
         state = (jnp.full(shape, FLOOR, jnp.float32), jnp.zeros(shape), jnp.zeros((*shape, Hv)))
-        m, l, acc = jax.lax.fori_loop(first_page, position.max() // R + 1, attend_page, state)
+        if spec.window is not None and spec.sink_rows:
+            sink_pages = jnp.minimum(-(-spec.sink_rows // R), first_page)
+            state = jax.lax.fori_loop(0, sink_pages, attend_page, state)
+        m, l, acc = jax.lax.fori_loop(first_page, last_page, attend_page, state)
         if sinks is not None:
             row_sinks = jnp.tile(sinks.reshape(K, 1, G), (1, C, 1)).reshape(1, K, C * G)
             top = jnp.maximum(m, row_sinks)

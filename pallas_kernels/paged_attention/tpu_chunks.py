@@ -1,0 +1,804 @@
+"""Paged flash attention of prompt chunks for TPUs: many query tokens of a slot on all the rows before them.
+
+Everything is transposed: keys stand in sublanes and queries in lanes.
+
+    Sᵀ (tokens, queries)  = K (tokens, H) · Qᵀ          the MXU holds Qᵀ and K flows through
+    Oᵀ (H, queries)      += Vᵀ (H, tokens) · Pᵀ         the MXU holds Pᵀ and Vᵀ flows through
+
+So the maximum and the sum over tokens are plain operations between vector registers, their results are one row per
+query instead of a column, the second product fills an MXU of 256 × 256 although H is 128, and Vᵀ and the final
+transposition of Oᵀ are the only work of the XLU.
+
+A query block is C tokens of one slot in all heads: N·C queries in order of heads, cut into chunks of W. It walks its KV
+blocks of S tokens; a KV block walks its chunks. A step computes the scores of one chunk, and the softmax and values of
+the chunk two steps before it: they do not depend on each other and stand in one basic block, which is all that the
+compiler needs to overlap the MXU with the rest. The last chunks of a KV block are finished in the next one.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+import types
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from kvjax.pallas_kernels.joined import LANES, Lanes, Unit
+from kvjax.pallas_kernels.paged_attention.spec import AttentionSpec
+
+NAME = "kvjax_attend_chunks"
+LOG2E = math.log2(math.e)
+MASKED = -1e30  # a score that is not seen
+FLOOR = -1e20  # where the running maximum begins: exp2(MASKED - FLOOR) is 0 even when a query has seen nothing yet
+TOKENS = 512  # S of a KV block
+PIECE = 256  # tokens of one product: the depth of the largest MXU
+UNROLL = 4  # of the loops over heads at both ends of a query block, where each trip waits for the XLU
+BUFFERS = 4  # of scores
+LAG = 2  # steps between a chunk's scores and their softmax
+WIDTH = 256  # W of a chunk, where it divides: the width of the largest MXU
+LONGEST = 512  # C at most
+BUDGET = 32 << 20  # bytes of VMEM for what grows with C
+KV_BUDGET = 16 << 20  # and for the two KV blocks
+
+# What the kernel knows of a query block; see _worklist.
+FIELDS = (
+    "slot", "base", "skip", "size", "position", "last", "tree_start", "visits", "sink_visits", "start", "first_page",
+)  # fmt: skip
+
+
+def _split(units: tuple[Unit, ...], group: int, C: int) -> tuple[int, int] | None:
+    """(W, units that one round of the loop over them takes), or None where C is too small.
+
+    A round's chunks are a multiple of the score buffers, so that each one's buffer is known to the compiler, and a unit
+    has LAG chunks or more, so that the former unit's values are done with when its own are needed.
+    """
+    for W in (256, 128):
+        counts = [(unit.heads[1] - unit.heads[0]) * group * C // W for unit in units]
+        whole = all((unit.heads[1] - unit.heads[0]) * group * C % W == 0 for unit in units)
+        if W > WIDTH or not whole or min(counts) < LAG:
+            continue
+        for taken in (1, 2, 4) if _uniform(units) else (len(units),):
+            if sum(counts[:taken]) % BUFFERS == 0 and len(units) % taken == 0:
+                return W, taken
+    return None
+
+
+def _uniform(units: tuple[Unit, ...]) -> bool:
+    """Whether unit u is unit 0 moved by u equal steps, so that a loop can walk them."""
+
+    numbers = [(*unit.heads, *unit.key, *unit.value) for unit in units]
+    steps = {tuple(y - x for x, y in zip(a, b, strict=True)) for a, b in itertools.pairwise(numbers)}
+    return len(steps) <= 1 and all((s[0], s[2], s[4]) == (s[1], s[3], s[5]) for s in steps)
+
+
+def _worklist(
+    lengths: jax.Array,
+    row_starts: jax.Array,
+    wanted: jax.Array,
+    spec: AttentionSpec,
+    tree: bool,
+    T: int,
+    C: int,
+    S: int,
+    R: int,
+    M: int,
+) -> tuple[jax.Array, jax.Array]:
+    """Cuts the tokens of wanted slots into query blocks: (J, len(FIELDS)) int32 and their number () int32.
+
+    A query block reads C packed tokens from `base` on; the `size` from `skip` on are its own. Its first query read has
+    the position `position`, and rows up to `last` are seen. It visits KV blocks 0 … sink_visits - 1, then `start` …
+    """
+    B = lengths.shape[0]
+    J = min(T, T // C + B)
+    tokens = jnp.where(wanted, row_starts[1:] - row_starts[:-1], 0)
+    per_slot = (tokens + C - 1) // C
+    ends = jnp.cumsum(per_slot, dtype=jnp.int32)
+    index = jnp.arange(J, dtype=jnp.int32)
+    slot = jnp.minimum(jnp.searchsorted(ends, index, side="right", method="compare_all").astype(jnp.int32), B - 1)
+    offset = (index - (ends - per_slot)[slot]) * C
+    size = jnp.clip(tokens[slot] - offset, 0, C)
+    first = row_starts[slot] + offset
+    base = jnp.clip(first, 0, max(T - C, 0))
+    before = lengths[slot] - tokens[slot]  # rows of earlier steps
+    nearest = before + offset  # position of the block's first query
+    last = lengths[slot] - 1 if tree else nearest + size - 1
+    last = jnp.minimum(last, M * R - 1)
+    first_row, sink_rows = jnp.zeros_like(first), 0
+    if spec.window is not None:
+        first_row = jnp.maximum(nearest - (spec.window - 1), 0)
+        sink_rows = spec.sink_rows
+    sink_visits = jnp.minimum(-(-sink_rows // S), last // S + 1)
+    start = jnp.maximum(first_row // S, sink_visits)
+    visits = jnp.maximum(sink_visits + jnp.maximum(last // S + 1 - start, 0), 1)
+    values = {
+        "slot": slot,
+        "base": base,
+        "skip": first - base,
+        "size": size,
+        "position": nearest - (first - base),
+        "last": last,
+        "tree_start": before,
+        "visits": visits,
+        "sink_visits": sink_visits,
+        "start": start,
+        "first_page": first_row // R,
+    }
+    return jnp.stack([values[name].astype(jnp.int32) for name in FIELDS], axis=1), ends[-1]
+
+
+def attend_chunks(
+    q: jax.Array,
+    pages: jax.Array,
+    table: jax.Array,
+    lengths: jax.Array,
+    row_starts: jax.Array,
+    wanted: jax.Array,
+    out: jax.Array,
+    lse: jax.Array | None,
+    lanes: Lanes,
+    spec: AttentionSpec,
+    *,
+    scales: jax.Array | None = None,
+    sinks: jax.Array | None = None,
+    slopes: jax.Array | None = None,
+    tree: jax.Array | None = None,
+    blocks: tuple[int, int] | None = None,
+    interpret: bool | pltpu.InterpretParams = False,
+) -> tuple[jax.Array, jax.Array | None]:
+    """Fills in `out` and `lse` for the tokens of the slots in `wanted`; the others' stay as they are.
+
+    Args:
+      q: (T, N, lanes.key_width) packed query tokens, spread over the lanes of their unit, not scaled.
+      pages: (P, lanes.row / 128, R, 128), the joined layout; bfloat16, float32, or a narrower type,
+        which is widened in VMEM.
+      table: (B, M) int32 physical pages of each slot; entries behind its length may be anything.
+      lengths: (B,) int32 rows of each slot, those of this step included.
+      row_starts: (B + 1,) int32, not decreasing.
+      wanted: (B,) bool.
+      out: (T, N, lanes.value_width), updated in place.
+      lse: (T, N, 128) float32, the same number in all lanes, updated in place; or None.
+      lanes: where heads lie in a row.
+      spec: scale, window, sink_rows, soft cap.
+      scales: None, or (P, 2K, R) or (P, 2K) float32, what to multiply a row's keys (first K) and values (last K) with.
+      sinks: (N,) float32 logits that join the softmax denominator only.
+      slopes: (N,) float32 of ALiBi.
+      tree: (T, W) int32: bit j of token i's words tells whether it sees its slot's new token j.
+      blocks: (C, S), to override the sizes of query and KV blocks.
+      interpret: as in pallas_call.
+
+    Returns:
+      (out, lse).
+    """
+    T, N, KW = q.shape
+    _, tiles, R, _ = pages.shape
+    M = table.shape[1]
+    K, VW, units = lanes.kv_heads, lanes.value_width, lanes.units
+    group = N // K
+    if R * pages.dtype.itemsize < 32:
+        raise NotImplementedError(f"pages of {R} rows of {pages.dtype} do not fill the tiles of 32 / itemsize rows")
+    if scales is not None and R % LANES:
+        raise NotImplementedError(f"a page's scales fill whole tiles of 128 lanes, so R is a multiple of it; it is {R}")
+    if q.dtype != jnp.float32 and N % 2:  # two heads share a word of q and out
+        q32, out32 = q.astype(jnp.float32), out.astype(jnp.float32)
+        done, lse = attend_chunks(
+            q32,
+            pages,
+            table,
+            lengths,
+            row_starts,
+            wanted,
+            out32,
+            lse,
+            lanes,
+            spec,
+            scales=scales,
+            sinks=sinks,
+            slopes=slopes,
+            tree=tree,
+            blocks=blocks,
+            interpret=interpret,
+        )
+        return done.astype(out.dtype), lse
+    pair = 4 // q.dtype.itemsize  # heads that share a word
+    dtype = jnp.float32 if pages.dtype == jnp.float32 else jnp.bfloat16  # of the products
+
+    # A token's bytes in VMEM: q and out as they come, q in order of heads, the accumulator, maximum and sum, lse.
+    size = q.dtype.itemsize
+    token = N * ((KW + VW) * size + KW * jnp.dtype(dtype).itemsize + VW * 4 + 96 + (512 if lse is not None else 0))
+    least = 16
+    while _split(units, group, least) is None:
+        least *= 2
+    C = max(min(LONGEST, 1 << (max(T, 1) - 1).bit_length()), least)
+    while C * token > BUDGET and least < C:
+        C //= 2
+    S = TOKENS
+    while S > LANES and 2 * S * tiles * LANES * pages.dtype.itemsize > KV_BUDGET:
+        S //= 2
+    if blocks is not None:
+        C, S = blocks
+    S = max(S, R)
+    cut = _split(units, group, C)
+    if cut is None:
+        raise ValueError(f"query blocks of {C} tokens cannot be cut into chunks for {len(units)} units; take {least}")
+    W, taken = cut
+    chunks = N * C // W
+    F = min(C, W)  # tokens that a chunk has of a head
+
+    if T < C:
+        q = jnp.pad(q, [(0, C - T), (0, 0), (0, 0)])
+    work, used = _worklist(lengths, row_starts, wanted, spec, tree is not None, T, C, S, R, M)
+    table = jnp.pad(table, [(0, 0), (0, -M % LANES)]).reshape(-1, 1, LANES)  # rows that a DMA may fetch into SMEM
+
+    def rows_of(x: jax.Array) -> jax.Array:
+        """(N,) → (chunks, 1, W): each query's own."""
+        return jnp.repeat(x.astype(jnp.float32) * LOG2E, C).reshape(chunks, 1, W)
+
+    any_, vmem = pl.BlockSpec(memory_space=pl.ANY), pl.BlockSpec(memory_space=pltpu.VMEM)
+    operands = {"table": (table, any_), "q": (q, any_), "pages": (pages, any_)}
+    scratch = {
+        "table_buf": pltpu.SMEM((2, 1, LANES), jnp.int32),
+        "page_buf": pltpu.VMEM((2, tiles, S, LANES), pages.dtype),
+        "q_buf": pltpu.VMEM((C, N, KW), q.dtype),
+        "out_buf": pltpu.VMEM((C, N, VW), out.dtype),
+        "turn": pltpu.VMEM((max(KW, VW) // LANES, F * N // pair, LANES), jnp.float32 if pair == 1 else jnp.uint32),
+        "queries": pltpu.VMEM((N * C, KW), dtype),
+        "scores": pltpu.VMEM((BUFFERS, S, W), jnp.float32),
+        "values": pltpu.VMEM((VW, S), dtype),
+        "top": pltpu.VMEM((chunks + 1, 8, W), jnp.float32),
+        "shrink": pltpu.VMEM((chunks + 1, 8, W), jnp.float32),
+        "total": pltpu.VMEM((chunks + 1, 8, W), jnp.float32),
+        "acc": pltpu.VMEM(
+            (chunks + 1, VW, W), jnp.float32
+        ),  # the last is where a query block's first step writes nothing
+        "table_sem": pltpu.SemaphoreType.DMA((2,)),
+        "page_sem": pltpu.SemaphoreType.DMA((2,)),
+        "q_sem": pltpu.SemaphoreType.DMA,
+        "out_sem": pltpu.SemaphoreType.DMA,
+    }
+    if pages.dtype != dtype:
+        scratch["keys"] = pltpu.VMEM((S, KW), dtype)
+    by_page = scales is not None and scales.ndim == 2
+    if scales is not None:
+        if by_page:  # scalars
+            scales = jnp.pad(scales, ((0, 0), (0, -scales.shape[1] % LANES)))[:, None]
+            scratch["scale_buf"] = pltpu.SMEM((2, S // R, *scales.shape[1:]), jnp.float32)
+        else:
+            scratch["scale_buf"] = pltpu.VMEM((2, S // R, *scales.shape[1:]), jnp.float32)
+        operands["scales"] = scales, any_
+    if sinks is not None:
+        operands["sinks"] = rows_of(sinks), vmem
+    if slopes is not None:
+        operands["slopes"] = rows_of(slopes), vmem
+    if tree is not None:
+        place = jnp.arange(max(C, W), dtype=jnp.int32)[None, :] % C
+        read = jnp.minimum(work[:, FIELDS.index("base")][:, None] + place, T - 1)
+        words = tree[read].reshape(-1, max(C, W) // W, W, tree.shape[1]).swapaxes(2, 3)
+        operands["tree"] = words, any_
+        scratch["tree_buf"] = pltpu.VMEM(words.shape[1:], jnp.int32)
+    results = {"out": out}
+    if lse is not None:
+        results["lse"] = lse
+        scratch["lse_buf"] = pltpu.VMEM((C, N, LANES), jnp.float32)
+        scratch["lse_turn"] = pltpu.VMEM((F * N, LANES), jnp.float32)
+    for name, x in results.items():
+        operands[f"{name}_before"] = x, any_
+
+    kernel = functools.partial(
+        _kernel,
+        names=("used", "work", *operands, *results, *scratch),
+        lanes=lanes,
+        spec=spec,
+        dtype=dtype,
+        N=N,
+        C=C,
+        S=S,
+        R=R,
+        W=W,
+        M=-(-M // LANES),
+        taken=taken,
+        by_page=by_page,
+        interpret=bool(interpret),
+    )
+    done = pl.pallas_call(
+        kernel,
+        name=NAME,
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=2,
+            grid=(),
+            in_specs=[where for _, where in operands.values()],
+            out_specs=[any_] * len(results),
+            scratch_shapes=list(scratch.values()),
+        ),
+        out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in results.values()],
+        input_output_aliases={2 + len(operands) - len(results) + i: i for i in range(len(results))},
+        compiler_params=pltpu.CompilerParams(vmem_limit_bytes=56 << 20, disable_bounds_checks=True),
+        interpret=interpret,
+    )(used.reshape(1), work.reshape(-1), *(x for x, _ in operands.values()))
+    return done[0], done[1] if lse is not None else None
+
+
+def _kernel(
+    *refs,
+    names,
+    lanes: Lanes,
+    spec: AttentionSpec,
+    dtype,
+    N: int,
+    C: int,
+    S: int,
+    R: int,
+    W: int,
+    M: int,
+    taken: int,
+    by_page: bool,
+    interpret: bool,
+):
+    """All query blocks, one after the other. M counts the 128-entry rows of a slot's table."""
+    ref = types.SimpleNamespace(**dict(zip(names, refs, strict=True)))
+    have = set(names)
+    K, units = lanes.kv_heads, lanes.units
+    group, chunks, F = N // K, N * C // W, min(C, W)
+    per_block = S // R
+    window, sink_rows = spec.window, spec.sink_rows if spec.window is not None else 0
+    cap = spec.soft_cap
+    factor = spec.scale * LOG2E if cap is None else spec.scale / cap  # scores come out in powers of 2
+    pair = 4 // ref.q_buf.dtype.itemsize
+    used = ref.used[0]
+
+    def field(j, name):
+        return ref.work[j * len(FIELDS) + FIELDS.index(name)]
+
+    def product(x, y, dimensions):
+        if interpret:  # a CPU has no product of bfloat16 with a float32 result; in float32 it is the same
+            x, y = x.astype(jnp.float32), y.astype(jnp.float32)
+        precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
+        dimensions = dimensions, ((), ())
+        return jax.lax.dot_general(x, y, dimensions, precision=precision, preferred_element_type=jnp.float32)
+
+    # ---- Fetching: table rows two KV blocks ahead, pages one ahead.
+
+    def block_of(j, i):
+        """The KV block of visit i of query block j."""
+        sink_visits = field(j, "sink_visits")
+        return jnp.where(i < sink_visits, i, field(j, "start") + i - sink_visits)
+
+    def following(j, i):
+        """The visit after visit i of query block j: (query block, visit, whether there is one)."""
+        more = i + 1 < field(j, "visits")
+        return jnp.where(more, j, j + 1), jnp.where(more, i + 1, 0), more | (j + 1 < used)
+
+    def table_copy(j, i, into):
+        row = field(j, "slot") * M + jax.lax.div(block_of(j, i) * per_block, LANES)
+        return pltpu.make_async_copy(ref.table.at[row], ref.table_buf.at[into], ref.table_sem.at[into])
+
+    def page_range(j, i):
+        """The first page of the visit's block, and the pages of the slot that are seen: < sinks, or first … last."""
+        return block_of(j, i) * per_block, -(-sink_rows // R), field(j, "first_page"), jax.lax.div(field(j, "last"), R)
+
+    def page_copies(into, page, p):
+        """The copies of physical page `page` to place p of a KV buffer."""
+        place = ref.page_buf.at[into, :, pl.ds(pl.multiple_of(p * R, R), R)]
+        copies = [pltpu.make_async_copy(ref.pages.at[page], place, ref.page_sem.at[into])]
+        if "scales" in have:
+            copies += [pltpu.make_async_copy(ref.scales.at[page], ref.scale_buf.at[into, p], ref.page_sem.at[into])]
+        return copies
+
+    def fetch_pages(j, i, into):
+        start, sink_pages, first, last = page_range(j, i)
+
+        def fetch(p, _):
+            page = start + p
+
+            @pl.when(((page >= first) | (page < sink_pages)) & (page <= last))
+            def start_page():
+                physical = ref.table_buf[into, 0, jax.lax.rem(start, LANES) + p]
+                for copy in page_copies(into, physical, p):
+                    copy.start()
+
+            return 0
+
+        jax.lax.fori_loop(0, per_block, fetch, 0)
+
+    def wait_pages(j, i, into):
+        start, sink_pages, first, last = page_range(j, i)
+
+        def wait(p, _):
+            page = start + p
+
+            @pl.when(((page >= first) | (page < sink_pages)) & (page <= last))
+            def wait_page():
+                for copy in page_copies(into, 0, 0):
+                    copy.wait()
+
+            return 0
+
+        jax.lax.fori_loop(0, per_block, wait, 0)
+
+    def query_copies(j):
+        copies = [pltpu.make_async_copy(ref.q.at[pl.ds(field(j, "base"), C)], ref.q_buf, ref.q_sem)]
+        if "tree" in have:
+            copies += [pltpu.make_async_copy(ref.tree.at[j], ref.tree_buf, ref.q_sem)]
+        return copies
+
+    def each_store(j, act):
+        """Acts on the copies of a query block's own rows, in pieces of static size."""
+        skip, size, base = field(j, "skip"), field(j, "size"), field(j, "base")
+        T = ref.out.shape[0]
+
+        def piece(rows):
+            place = skip + (size & ~(2 * rows - 1))
+
+            @pl.when((size & rows) != 0)
+            def _():
+                for name in ("out", "lse") if "lse" in have else ("out",):
+                    mine = getattr(ref, f"{name}_buf").at[pl.ds(place, rows)]
+                    act(pltpu.make_async_copy(mine, getattr(ref, name).at[pl.ds(base + place, rows)], ref.out_sem))
+
+        for bit in range(min(C, T).bit_length()):
+            piece(1 << bit)
+
+    # ---- Queries: (C, N, KW) as packed → scaled, in order of heads.
+
+    def halves(words):
+        """Two bfloat16 in a word → two float32."""
+        return [pltpu.bitcast(x, jnp.float32) for x in (words << 16, words & jnp.uint32(0xFFFF0000))]
+
+    def load_queries():
+        width = ref.q_buf.shape[-1]
+        tile_lanes = [slice(start, start + LANES) for start in range(0, width, LANES)]
+
+        def tokens(t, _):
+            x = ref.q_buf[pl.ds(t * F, F)]
+            if pair == 2:
+                x = pltpu.bitcast(x, jnp.uint32)
+            x = x.reshape(F * N // pair, width)
+            for tile, lanes_ in enumerate(tile_lanes):
+                ref.turn[tile] = x[:, lanes_]
+
+            def heads(h, _):
+                for tile, lanes_ in enumerate(tile_lanes):
+                    x = ref.turn.at[tile][pl.ds(h, F, stride=N // pair)]
+                    for k, half in enumerate(halves(x) if pair == 2 else [x]):
+                        row = pl.multiple_of((h * pair + k) * C + t * F, F)
+                        ref.queries[pl.ds(row, F), lanes_] = (half * factor).astype(dtype)
+                return 0
+
+            return jax.lax.fori_loop(0, N // pair, heads, 0, unroll=math.gcd(UNROLL, N // pair))
+
+        jax.lax.fori_loop(0, C // F, tokens, 0)
+
+    # ---- One step: the scores of chunk `new`, and softmax and values of chunk `old`.
+
+    def seen(j, chunk, key):
+        """Whether the queries of a chunk see rows `key` (tokens, W)."""
+        query = chunk * W + jax.lax.broadcasted_iota(jnp.int32, (1, W), 1)
+        position = field(j, "position") + (query & (C - 1))
+        if "tree" in have:
+            token = key - field(j, "tree_start")  # the row's place among the new ones
+            words = ref.tree_buf[chunk & (max(C // W, 1) - 1)]
+            bits = jnp.zeros(key.shape, jnp.int32)
+            for w in range(words.shape[0]):
+                bits = jnp.where(jax.lax.shift_right_arithmetic(token, 5) == w, words[w : w + 1], bits)
+            visible = (token < 0) | (jax.lax.shift_right_logical(bits, token & 31) & 1 != 0)
+            visible &= key <= field(j, "last")
+        else:
+            visible = key <= position
+        if window is not None:
+            near = key > position - window
+            visible &= (near | (key < sink_rows)) if sink_rows else near
+        return visible
+
+    def distance(j, chunk, key):
+        query = chunk * W + jax.lax.broadcasted_iota(jnp.int32, (1, W), 1)
+        return (field(j, "position") + (query & (C - 1)) - key).astype(jnp.float32)
+
+    def step(new, old, buffer, *, old_width, j=0, key_start=0, read_keys=None, width=0, masked=False):
+        """Scores of chunk `new` into a buffer; softmax and values of chunk `old`, which came two steps before.
+
+        Either may be None. They do not depend on each other, and the scores come first in the order of the program:
+        the compiler keeps the products in that order, and those of P wait for P.
+        """
+        if old is not None:
+            highest, shrink = ref.top[old], ref.shrink[old]
+            total = ref.total[old] * shrink
+            acc = ref.acc[old, :old_width] * shrink[:1]
+        if new is not None:
+            queries = ref.queries[pl.ds(pl.multiple_of(new * W, W), W), :width]
+            before = top = ref.top[new]
+            for start in range(0, S, PIECE):
+                piece = slice(start, min(start + PIECE, S))
+                s = product(read_keys(piece), queries, ((1,), (1,)))
+                if cap is not None:
+                    s = (cap * LOG2E) * jnp.tanh(s)
+                if masked or "slopes" in have:
+                    key = key_start + start + jax.lax.broadcasted_iota(jnp.int32, s.shape, 0)
+                if "slopes" in have:
+                    s = s - ref.slopes[new] * distance(j, new, key)
+                if masked:
+                    s = jnp.where(seen(j, new, key), s, MASKED)
+                ref.scores[buffer % BUFFERS, piece] = s
+                top = jnp.maximum(top, jnp.max(s.reshape(-1, 8, W), axis=0))
+        if old is not None:
+            for start in range(0, S, PIECE):
+                piece = slice(start, min(start + PIECE, S))
+                p = jnp.exp2(ref.scores[(buffer - LAG) % BUFFERS, piece].reshape(-1, 8, W) - highest[None])
+                total = total + jnp.sum(p, axis=0)
+                acc = acc + product(ref.values[:old_width, piece], p.reshape(-1, W).astype(dtype), ((1,), (0,)))
+        if new is not None:
+            top = jnp.broadcast_to(jnp.max(top, axis=0, keepdims=True), top.shape)
+            ref.top[new] = top
+            ref.shrink[new] = jnp.exp2(before - top)
+        if old is not None:
+            ref.total[old] = total
+            ref.acc[old, :old_width] = acc
+
+    def scale_row(into, p, head):
+        """(1, R): the scales of page p of a KV block in a head."""
+        if by_page:
+            return jnp.full((1, R), ref.scale_buf[into, p, 0, head], jnp.float32)
+        return ref.scale_buf[into, p, pl.ds(head, 1)]
+
+    def scale_of(into, heads, dim, start, width):
+        """(width, S): the scales of a unit's heads, whose `dim` lanes each begin at lane `start`."""
+        per_head = [jnp.concatenate([scale_row(into, p, head) for p in range(per_block)], axis=-1) for head in heads]
+        parts = [jnp.broadcast_to(x, (dim, S)) for x in per_head]
+        used_lanes = start + dim * len(parts)
+        if start:
+            parts.insert(0, jnp.ones((start, S), jnp.float32))
+        if width > used_lanes:
+            parts.append(jnp.ones((width - used_lanes, S), jnp.float32))
+        return jnp.concatenate(parts, axis=0) if len(parts) > 1 else parts[0]
+
+    def widen(x):
+        return x if x.dtype == dtype else x.astype(jnp.float32).astype(dtype)
+
+    def attend_unit(unit: Unit, moved, steps, j, into, block, masked):
+        """All chunks of a unit, `moved` times a step, on one KV block; `steps` are (new, old, buffer, old width)."""
+        size = unit.heads[1] - unit.heads[0]
+        width, vw = unit.key[1] - unit.key[0], unit.value[1] - unit.value[0]
+        key_tile = unit.key[0] // LANES + moved * key_step
+        value_tile = unit.value[0] // LANES + moved * value_step
+        head = unit.heads[0] + moved * size
+
+        def read_tiles(tile, count, piece=slice(0, S)):
+            """(tokens, 128 · count) of the KV block."""
+            parts = [ref.page_buf[into, tile + k, piece] for k in range(count)]
+            return jnp.concatenate(parts, axis=-1) if count > 1 else parts[0]
+
+        def read_keys(piece):
+            return ref.keys[piece, :width] if "keys" in have else read_tiles(key_tile, width // LANES, piece)
+
+        if "keys" in have:
+            keys = read_tiles(key_tile, width // LANES).astype(jnp.float32)
+            if "scales" in have:
+                keys = keys * scale_of(into, [head + k for k in range(size)], lanes.key_dim, 0, width).T
+            ref.keys[:, :width] = keys.astype(dtype)
+
+        for c, (new, old, buffer, old_width) in enumerate(steps):
+            step(
+                new,
+                old,
+                buffer,
+                old_width=old_width,
+                j=j,
+                key_start=block * S,
+                read_keys=read_keys,
+                width=width,
+                masked=masked,
+            )
+            if c == LAG - 1:  # the step above was the last to use the former unit's values
+                for start in range(0, S, PIECE):
+                    piece = slice(start, min(start + PIECE, S))
+                    v = jnp.concatenate(
+                        [widen(ref.page_buf[into, value_tile + k, piece]).T for k in range(vw // LANES)], axis=0
+                    )
+                    if "scales" in have:
+                        inner = lanes.value_start(unit.heads[0]) - unit.value[0]
+                        where = K if not lanes.latent else 0
+                        scale = scale_of(into, [where + head + k for k in range(size)], lanes.value_dim, inner, vw)
+                        v = (v.astype(jnp.float32) * scale[:, piece]).astype(dtype)
+                    if masked:  # rows that nobody sees may hold NaN, and 0 · NaN is NaN
+                        key = block * S + start + jax.lax.broadcasted_iota(jnp.int32, v.shape, 1)
+                        page = jax.lax.shift_right_arithmetic(key, R.bit_length() - 1)
+                        kept = (key <= field(j, "last")) & ((page >= field(j, "first_page")) | (key < sink_rows))
+                        v = jnp.where(kept, v, jnp.zeros((), dtype))
+                    ref.values[:vw, piece] = v
+
+    def lanes_of(unit):
+        return unit.value[1] - unit.value[0]
+
+    key_step, value_step = [  # tiles from a unit to the next, where they are uniform
+        (after[0] - first[0]) // LANES
+        for first, after in ((units[0].key, units[-1].key), (units[0].value, units[-1].value))
+    ]
+    key_step, value_step = [x // max(len(units) - 1, 1) for x in (key_step, value_step)]
+    waiting = [chunks - LAG + k for k in range(LAG)]  # the last chunks of a KV block, finished in the next one
+
+    def attend_block(i, j, into, block, masked):
+        round_units = units[:taken]
+        per_round = chunks * taken // len(units)  # chunks
+
+        def attend_round(t, _):
+            first, start = t * per_round, 0
+            widths = [lanes_of(round_units[-1])] * LAG  # of the old chunks
+            for unit in round_units:
+                count = (unit.heads[1] - unit.heads[0]) * group * C // W
+                widths += [lanes_of(unit)] * count
+                steps = []
+                for x in range(start, start + count):
+                    old = first + x - LAG
+                    if x < LAG:  # of the round before; in the first round, of the KV block before, if there is one
+                        old = jnp.where(t > 0, old, jnp.where(i > 0, waiting[x], chunks))
+                    steps.append((first + x, old, x, widths[x]))
+                attend_unit(unit, t * taken, steps, j, into, block, masked)
+                start += count
+            return 0
+
+        jax.lax.fori_loop(0, len(units) // taken, attend_round, 0)
+
+    # ---- The end of a query block: Oᵀ / sum → (C, N, VW), lse.
+
+    def finish(chunk):
+        """(VW, W) float32 outputs of a chunk, and (1, W) log-sum-exp."""
+        top, total = ref.top[chunk, :1], jnp.sum(ref.total[chunk], axis=0, keepdims=True)
+        nothing = total == 0.0
+        scale = jnp.ones_like(total)
+        if "sinks" in have:
+            sink = ref.sinks[chunk]
+            higher = jnp.maximum(top, sink)
+            scale = jnp.exp2(top - higher)
+            top, total = higher, total * scale + jnp.exp2(sink - higher)
+        x = ref.acc[chunk] * jnp.where(nothing, 0.0, scale / jnp.where(nothing, 1.0, total))
+        lse = jnp.where(nothing, -jnp.inf, (top + jnp.log2(jnp.where(nothing, 1.0, total))) * (1 / LOG2E))
+        return x, lse
+
+    def store_outputs():
+        width = ref.out_buf.shape[-1]
+        per_head = C // F  # chunks of a head, where it has more than one
+
+        def words(parts):
+            """The outputs of the heads that share words, in float32 → the words."""
+            if pair == 1:
+                return parts[0]
+            low, high = [pltpu.bitcast(x.astype(jnp.bfloat16).astype(jnp.float32), jnp.uint32) for x in parts]
+            return (low >> 16) | high
+
+        def store_words(w, x):
+            """Words (F, VW) number w of each token."""
+            for tile in range(width // LANES):
+                ref.turn.at[tile][pl.ds(w, F, stride=N // pair)] = x[:, tile * LANES : (tile + 1) * LANES]
+
+        def store_lse(h, lse):
+            if "lse" in have:
+                ref.lse_turn[pl.ds(h, F, stride=N)] = jnp.broadcast_to(lse, (LANES, F)).T
+
+        def tokens(t, _):
+            if C >= W:
+
+                def heads(w, _):
+                    parts = []
+                    for h in range(pair):
+                        x, lse = finish((w * pair + h) * per_head + t)
+                        parts.append(x)
+                        store_lse(w * pair + h, lse)
+                    store_words(w, words(parts).T)
+                    return 0
+
+                jax.lax.fori_loop(0, N // pair, heads, 0, unroll=math.gcd(UNROLL, N // pair))
+            else:
+
+                def chunk(c, _):
+                    x, lse = finish(c)
+                    x = x.T
+                    for h in range(0, W // C, pair):
+                        mine = [slice((h + k) * C, (h + k + 1) * C) for k in range(pair)]
+                        store_words(c * (W // C // pair) + h // pair, words([x[rows] for rows in mine]))
+                        for k in range(pair):
+                            store_lse(c * (W // C) + h + k, lse[:, mine[k]])
+                    return 0
+
+                jax.lax.fori_loop(0, chunks, chunk, 0)
+            tiles = [ref.turn[tile].reshape(F, N // pair, LANES) for tile in range(width // LANES)]
+            x = jnp.concatenate(tiles, axis=-1) if len(tiles) > 1 else tiles[0]
+            ref.out_buf[pl.ds(t * F, F)] = pltpu.bitcast(x, ref.out_buf.dtype) if pair == 2 else x
+            if "lse" in have:
+                ref.lse_buf[pl.ds(t * F, F)] = ref.lse_turn[...].reshape(F, N, LANES)
+            return 0
+
+        jax.lax.fori_loop(0, C // F, tokens, 0)
+
+    # ---- The walk.
+
+    def query_block(j, count):
+        """`count` KV blocks have been visited before."""
+        for copy in query_copies(j):
+            copy.wait()
+        load_queries()
+        if "tree" not in have:  # else its words are still needed
+
+            @pl.when(j + 1 < used)
+            def _():
+                for copy in query_copies(j + 1):
+                    copy.start()
+
+        def clear(c, _):
+            ref.top[c] = jnp.full((8, W), FLOOR, jnp.float32)
+            ref.total[c] = jnp.zeros((8, W), jnp.float32)
+            ref.acc[c] = jnp.zeros(ref.acc.shape[1:], jnp.float32)
+            return 0
+
+        jax.lax.fori_loop(0, chunks, clear, 0)
+
+        def visit(i, _):
+            into, other = (count + i) & 1, (count + i + 1) & 1
+            nj, ni, more = following(j, i)
+
+            @pl.when(more)
+            def fetch_following():
+                table_copy(nj, ni, other).wait()
+                fetch_pages(nj, ni, other)
+                fj, fi, further = following(nj, ni)
+
+                @pl.when(further)
+                def look_up_further():
+                    table_copy(fj, fi, into).start()
+
+            wait_pages(j, i, into)
+            block = block_of(j, i)
+            nearest = field(j, "position") + field(j, "skip")
+            if "tree" in have:
+                clear_of_edges = (block + 1) * S <= field(j, "tree_start")
+            else:
+                clear_of_edges = (block + 1) * S - 1 <= nearest
+            if window is not None:
+                clear_of_edges &= block * S > nearest + field(j, "size") - 1 - window
+
+            @pl.when(clear_of_edges)
+            def attend_inside():
+                attend_block(i, j, into, block, False)
+
+            @pl.when(jnp.logical_not(clear_of_edges))
+            def attend_edge():
+                attend_block(i, j, into, block, True)
+
+            return 0
+
+        visits = field(j, "visits")
+        jax.lax.fori_loop(0, visits, visit, 0)
+        for k in range(LAG):
+            step(None, waiting[k], k, old_width=lanes_of(units[-1]))
+
+        @pl.when(j > 0)
+        def _():
+            each_store(j - 1, lambda copy: copy.wait())
+
+        store_outputs()
+        each_store(j, lambda copy: copy.start())
+        if "tree" in have:
+
+            @pl.when(j + 1 < used)
+            def _():
+                for copy in query_copies(j + 1):
+                    copy.start()
+
+        return count + visits
+
+    @pl.when(used > 0)
+    def _():
+        for copy in query_copies(0):
+            copy.start()
+        table_copy(0, 0, 0).start()
+        table_copy(0, 0, 0).wait()
+        fetch_pages(0, 0, 0)
+        nj, ni, more = following(0, 0)
+
+        @pl.when(more)
+        def fetch_following():
+            table_copy(nj, ni, 1).start()
+
+        jax.lax.fori_loop(0, used, query_block, 0)
+        each_store(used - 1, lambda copy: copy.wait())
