@@ -33,7 +33,7 @@ def chip(name: str) -> SingleDeviceSharding:
 @pytest.mark.parametrize("kernel", ["rows", "chunks"])
 def test_no_races(kernel, mode):
     """Several blocks of several slots: every buffer is used again. A DMA moves at the wait, or at once."""
-    how = pltpu.InterpretParams(detect_races=True, vector_clock_size=64, dma_execution_mode=mode)
+    interpret = pltpu.InterpretParams(detect_races=True, vector_clock_size=64, dma_execution_mode=mode)
     one = kernel == "rows"
     case = Case((700, 0, 130, 300), (1, 0, 1, 1) if one else (130, 0, 3, 0), rows=32, dim=128, value_dim=128)
     arrays = q, k, v, table, lengths, starts = build(dataclasses.replace(case, padding=0))
@@ -41,16 +41,15 @@ def test_no_races(kernel, mode):
     spec = dataclasses.replace(spec, layout="joined", lanes=lanes)
     pages = joined.tiles(joined.rows(jnp.asarray(k.swapaxes(1, 2)), jnp.asarray(v.swapaxes(1, 2)), lanes))
     counts = np.diff(starts)
-    common: Any = (q, pages, *map(jnp.asarray, (table, lengths, starts, counts == 1 if one else counts > 1)))
-    out: Any
-    lse: Any
+    attend: Any = attend_rows if one else attend_chunks
+    how: dict[str, Any] = {"lanes": lanes, "spec": spec, "interpret": interpret}
     if one:
-        blocks = DecodeBlocks(256, ((256, 1), (128, 1)))
-        out, lse = attend_rows(*common, lanes, spec, blocks=blocks, interpret=how)
+        how["blocks"] = DecodeBlocks(256, ((256, 1), (128, 1)))
     else:
-        empty = jnp.zeros(q.shape), jnp.zeros((*q.shape[:2], 128))
-        out, lse = attend_chunks(*common, *empty, lanes, spec, blocks=(128, 128), interpret=how)
-        lse = lse[..., 0]
+        how |= {"out": jnp.zeros(q.shape), "lse": jnp.zeros((*q.shape[:2], 128)), "blocks": (128, 128)}
+    wanted = counts == 1 if one else counts > 1
+    out, lse = attend(q, pages, *map(jnp.asarray, (table, lengths, starts, wanted)), **how)
+    lse = lse if one else lse[..., 0]
     want, want_lse = oracle(arrays, spec)
     np.testing.assert_allclose(out, want, rtol=2e-5, atol=2e-5)
     np.testing.assert_allclose(lse, want_lse, rtol=2e-5, atol=2e-5)
