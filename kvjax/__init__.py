@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from kvjax.async_llm import AsyncLLM
     from kvjax.embedding import Embedder
     from kvjax.llm import LLM, Completion, Sample, load
+    from kvjax.pallas_kernels import paged_attention as attention
 
 __version__ = "0.1.0"
 __all__ = [
@@ -29,6 +30,7 @@ __all__ = [
     "Sample",
     "SamplingParams",
     "UserError",
+    "attention",
     "load",
 ]
 
@@ -47,4 +49,6 @@ def __getattr__(name: str) -> Any:
     # docs/design around, and make `import kvjax.cache` load every family.
     if name in _FACADE:
         return getattr(importlib.import_module(f"kvjax.{_FACADE[name]}"), name)
+    if name == "attention":
+        return importlib.import_module("kvjax.pallas_kernels").paged_attention
     raise AttributeError(f"module 'kvjax' has no attribute {name!r}")

@@ -41,6 +41,11 @@ def test_sharing_example(capsys, monkeypatch):
     assert second[0] == 0 and second[1] == second[2] == second[3] > 64
 
 
+def test_attention_example(capsys):
+    exec(example("docs/attention.md"), {})
+    assert capsys.readouterr().out.splitlines() == ["(5, 8, 64) (5, 8) True"] * 2
+
+
 def test_family_example(capsys):
     exec(example("docs/families.md"), {})
     tokens = ast.literal_eval(capsys.readouterr().out)

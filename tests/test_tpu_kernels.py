@@ -12,6 +12,8 @@ from engines import tiny, tokens
 from jax._src.pallas.mosaic.interpret import interpret_pallas_call
 from jax.experimental import topologies
 from jax.experimental.pallas import tpu as pltpu
+from jax.experimental.pallas.ops.tpu.paged_attention import paged_attention as jax_paged_attention
+from jax.experimental.pallas.ops.tpu.ragged_paged_attention import ref_ragged_paged_attention
 from jax.sharding import SingleDeviceSharding
 from test_paged_attention import AttentionSpec, Case, build, oracle
 
@@ -124,6 +126,7 @@ MORE = {
     **{f"{dim}": Shape(heads=16, kv_heads=4, dim=dim) for dim in (80, 96, 192, 256)},
     **{f"pages of {rows}": Shape(rows=rows, width=4096 // rows) for rows in (16, 32, 64, 256)},
     "float8_e5m2": Shape(storage="float8_e5m2", scales=3),
+    "int4": Shape(storage="int4", scales=3),
     "int8 in pages": Shape(storage="int8", scales=2, rows=256),
     "float32": Shape(storage="float32"),
     "many heads": Shape(heads=32, kv_heads=32),
@@ -201,3 +204,37 @@ def test_refuses_what_a_tpu_cannot_read():
             tokens(model, PROMPTS, GREEDY, backend="tpu_interpret", **options)
     with pytest.raises(RequestError, match="scales are applied to 128 rows at once"):
         tokens(tiny("tiny_llama", storage="int8"), PROMPTS, GREEDY, backend="tpu_interpret", rows=32)
+
+
+def test_agrees_with_jax_own_ragged_paged_attention():
+    """Decode rows and a chunk, a window and a soft cap, against JAX's reference of its own kernel."""
+    case = dataclasses.replace(Case((70, 33, 64), (1, 20, 1), heads=8, dim=128, value_dim=128, rows=16), padding=0)
+    q, k, v, table, lengths, starts = map(jnp.asarray, build(case))
+    interleaved = jnp.stack([k, v], axis=2).reshape(k.shape[0], -1, *k.shape[2:]).swapaxes(1, 2)  # K, V, K, V, …
+    want = ref_ragged_paged_attention(
+        q, jnp.nan_to_num(interleaved), lengths, table, starts, jnp.asarray([3], jnp.int32),
+        sm_scale=0.1, sliding_window=30, soft_cap=5.0,
+    )  # fmt: skip
+    out = attend_interpreted(q, k, v, table, lengths, starts, AttentionSpec(0.1, window=30, soft_cap=5.0), 20)
+    np.testing.assert_allclose(out, want, rtol=1e-5, atol=1e-5)
+
+
+def test_agrees_with_jax_own_paged_attention():
+    """Decode, against JAX's kernel, interpreted as well."""
+    case = dataclasses.replace(Case((70, 33, 128), (1, 1, 1), heads=8, dim=128, value_dim=128, rows=16), padding=0)
+    q, k, v, table, lengths, starts = map(jnp.asarray, build(case))
+    by_head = [jnp.nan_to_num(x).swapaxes(0, 1) for x in (k, v)]
+    lenient = jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow")
+    with pltpu.force_tpu_interpret_mode(), lenient[0], lenient[1]:
+        want = jax_paged_attention(q * 0.1, *by_head, lengths, table, pages_per_compute_block=4)
+    out = attend_interpreted(q, k, v, table, lengths, starts, AttentionSpec(0.1), 1)
+    np.testing.assert_allclose(out, want, rtol=1e-5, atol=1e-5)
+
+
+def attend_interpreted(q, k, v, table, lengths, starts, spec, max_query):
+    """The kernels on pages (P, K, R, H)."""
+    lanes = Lanes(k.shape[1], k.shape[3], v.shape[3])
+    spec = dataclasses.replace(spec, layout="joined", lanes=lanes)
+    pages = joined.tiles(joined.rows(k.swapaxes(1, 2), v.swapaxes(1, 2), lanes))
+    rest = {"max_query": max_query, "backend": "tpu_interpret"}
+    return paged_attention(q, pages, None, table, lengths, starts, spec, **rest)[0]

@@ -10,7 +10,7 @@ from kvjax.pallas_kernels.paged_attention.spec import AttentionSpec
 from kvjax.pallas_kernels.paged_attention.tpu_chunks import attend_chunks
 from kvjax.pallas_kernels.paged_attention.tpu_decode import DecodeBlocks, attend_rows
 
-STORAGE = ("float32", "bfloat16", "float8_e4m3fn", "float8_e5m2", "int8")
+STORAGE = ("float32", "bfloat16", "float8_e4m3fn", "float8_e5m2", "int8", "int4")
 
 AHEAD = 8  # units whose scores are computed before the first softmax; docs/performance.md
 FETCHED = 16 << 20  # bytes of a block of decode: two lie in VMEM, of which a core of a TPU7x has 64 MiB
@@ -35,7 +35,7 @@ def check(layout: str, rows: int, storage: jnp.dtype, scaled: bool) -> None:
         raise NotImplementedError(f"the TPU's kernels read pages of the layout 'joined'; these are {layout!r}")
     if storage.name not in STORAGE:
         raise NotImplementedError(f"the TPU's kernels read {', '.join(STORAGE)}; these pages hold {storage.name}")
-    tile = 32 // storage.itemsize
+    tile = 64 if storage.name == "int4" else 32 // storage.itemsize
     if rows % tile:
         raise NotImplementedError(f"pages of {rows} rows of {storage.name}: a TPU reads {tile} rows at once")
     if scaled and rows % joined.LANES:

@@ -95,7 +95,7 @@ class _Walk:
 
 def _kernel(
     *refs, names: tuple[str, ...], lanes: Lanes, spec: AttentionSpec, blocks: DecodeBlocks, rows: int, group: int,
-    table_rows: int,
+    table_rows: int, interpret: bool,
 ):  # fmt: skip
     """One slot; `names` are those of the refs, see `attend_rows`."""
     ref = types.SimpleNamespace(**dict(zip(names, refs, strict=True)))
@@ -218,7 +218,7 @@ def _kernel(
             arrive(count, parity)
             base = first * rows
             held = jnp.minimum(length - base, count * rows)
-            _attend(ref, parity, base, held, length, walk, lanes, spec, blocks, group)
+            _attend(ref, parity, base, held, length, walk, lanes, spec, blocks, group, interpret)
             ref.done[0] += 1
 
         jax.lax.fori_loop(0, walk.blocks(length), attend_block, None)
@@ -264,7 +264,7 @@ class _Scales:
         return jnp.concatenate(parts, axis=0)
 
 
-def _attend(ref, parity, base, held, length, walk, lanes, spec, blocks, group):
+def _attend(ref, parity, base, held, length, walk, lanes, spec, blocks, group, interpret):
     """Adds a block's `held` rows, the first of them at position `base`, to the running softmax of every unit."""
     native, has_slopes = hasattr(ref, "codes"), hasattr(ref, "slopes")
     kv_ref, queries = ref.buffer.at[parity], ref.codes if native else ref.q.at[0]
@@ -277,7 +277,11 @@ def _attend(ref, parity, base, held, length, walk, lanes, spec, blocks, group):
     exact = compute == jnp.float32  # said for the others, too: a user's default may be one that the MXU refuses
     precision = jax.lax.Precision.HIGHEST if exact else jax.lax.Precision.DEFAULT
     total = jnp.int32 if compute == jnp.int8 else jnp.float32
-    dot = functools.partial(jax.lax.dot_general, precision=precision, preferred_element_type=total)
+
+    def dot(x, y, dimensions):
+        if interpret and compute == jnp.bfloat16:  # a CPU has no such product; of the same numbers in float32 it has
+            x, y = x.astype(jnp.float32), y.astype(jnp.float32)
+        return jax.lax.dot_general(x, y, (dimensions, ((), ())), precision=precision, preferred_element_type=total)
 
     def attend_piece(start, piece, ahead):
         place = pl.ds(start, piece)
@@ -287,7 +291,7 @@ def _attend(ref, parity, base, held, length, walk, lanes, spec, blocks, group):
         def scores(u):
             unit = lanes.units[u]
             k = _lanes(kv_ref, unit.key, place).astype(compute)
-            s = dot(queries[u, :, : k.shape[1]], k, (((1,), (1,)), ((), ())))
+            s = dot(queries[u, :, : k.shape[1]], k, ((1,), (1,)))
             if native:
                 s = codes.combine(s, rows, storage) * ref.norm[u][:, :1]
             s = s * spec.scale
@@ -316,7 +320,7 @@ def _attend(ref, parity, base, held, length, walk, lanes, spec, blocks, group):
                     by_row = by_row / norm
                 p = p * by_row
             v = _lanes(kv_ref, unit.value, place).astype(compute)
-            out = dot(codes.split(p, storage) if native else p.astype(compute), v, (((1,), (0,)), ((), ())))
+            out = dot(codes.split(p, storage) if native else p.astype(compute), v, ((1,), (0,)))
             if native:
                 out = codes.combine(out, rows, storage)
             if norm is not None:
@@ -485,7 +489,7 @@ def attend_rows(
     results = pl.pallas_call(
         functools.partial(
             _kernel, names=tuple(names), lanes=lanes, spec=spec, blocks=blocks, rows=R, group=group,
-            table_rows=table_rows,
+            table_rows=table_rows, interpret=bool(interpret),
         ),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(scalars),
