@@ -220,7 +220,7 @@ def test_agrees_with_jax_own_ragged_paged_attention():
 
 
 def test_agrees_with_jax_own_paged_attention():
-    """Decode, against JAX's kernel, interpreted as well."""
+    """Decode, against JAX's kernel, interpreted as well, which rounds queries to bfloat16."""
     case = dataclasses.replace(Case((70, 33, 128), (1, 1, 1), heads=8, dim=128, value_dim=128, rows=16), padding=0)
     q, k, v, table, lengths, starts = map(jnp.asarray, build(case))
     by_head = [jnp.nan_to_num(x).swapaxes(0, 1) for x in (k, v)]
@@ -228,7 +228,7 @@ def test_agrees_with_jax_own_paged_attention():
     with pltpu.force_tpu_interpret_mode(), lenient[0], lenient[1]:
         want = jax_paged_attention(q * 0.1, *by_head, lengths, table, pages_per_compute_block=4)
     out = attend_interpreted(q, k, v, table, lengths, starts, AttentionSpec(0.1), 1)
-    np.testing.assert_allclose(out, want, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(out, want, rtol=1e-2, atol=1e-2)
 
 
 def attend_interpreted(q, k, v, table, lengths, starts, spec, max_query):
