@@ -36,6 +36,26 @@ def test_batched_equals_alone(params):
     assert [o.tokens for o in outputs(model, asked[::-1])] == alone[::-1]
 
 
+@pytest.mark.parametrize(
+    ("storage", "layout"), [("int8", "joined"), pytest.param("float8_e4m3fn", "head_major", marks=[pytest.mark.slow])]
+)
+def test_codes_of_k_and_v_belong_to_their_token(storage, layout):
+    """A row is quantized by itself: batches, chunks, preemption and forks change no token."""
+    model, asked = tiny(MODEL, storage=storage), requests(prompts(LENGTHS[4:]), GREEDY)
+    alone = [outputs(model, [request], layout=layout)[0].tokens for request in asked]
+    assert [o.tokens for o in outputs(model, asked, packed=16, slots=4, layout=layout)] == alone
+    exact = [o.tokens for o in outputs(tiny(MODEL), asked)]
+    same = sum(a == b for x, y in zip(alone, exact, strict=True) for a, b in zip(x, y, strict=True))
+    assert same > {"int8": 0.8, "float8_e4m3fn": 0.2}[storage] * sum(map(len, exact))
+
+
+def test_codes_need_half_the_memory():
+    wide, codes = (
+        tiny(MODEL, storage=storage).family.kv_specs(tiny(MODEL).config, storage)[0] for storage in ("bfloat16", "int8")
+    )
+    assert codes.row_bytes == wide.row_bytes // 2 + 4 * 2 * wide.kv_heads  # and the scales
+
+
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 @pytest.mark.parametrize(
     "options",
