@@ -438,6 +438,7 @@ def test_info_counts_bytes_without_reading_weights(smollm2, monkeypatch):
     assert facts["kv"] == {
         "float32": {"bytes_per_token": 46080, "bytes_at_1024": 47185920, "bytes_at_context": 377487360},
         "bfloat16": {"bytes_per_token": 23040, "bytes_at_1024": 23592960, "bytes_at_context": 188743680},
+        "int8": {"bytes_per_token": 12240, "bytes_at_1024": 12533760, "bytes_at_context": 100270080},  # with scales
     }
     assert facts["kv"]["float32"]["bytes_per_token"] == 30 * 3 * (64 + 64) * 4
     named = {name: facts[name] for name in ("architecture", "layers", "heads", "kv_heads", "head_dim", "width", "ffw")}

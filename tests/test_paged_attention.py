@@ -77,7 +77,7 @@ def build(case: Case):
     return q, k, v, table, np.asarray(case.lengths, np.int32), starts
 
 
-def oracle(arrays, spec: AttentionSpec, sinks=None, slopes=None):
+def oracle(arrays, spec: AttentionSpec, sinks=None, slopes=None, tree=None):
     """Token by token, head by head, in float64."""
     q, k, v, table, lengths, starts = arrays
     if spec.latent:
@@ -91,6 +91,10 @@ def oracle(arrays, spec: AttentionSpec, sinks=None, slopes=None):
             position = length - count + i
             first = 0 if spec.window is None else max(0, position - spec.window + 1)
             near = [*range(min(first, spec.sink_rows)), *range(first, position + 1)]
+            if tree is not None:
+                words = np.asarray(tree[starts[b] + i]).view(np.uint32)
+                new = [j for j in range(count) if words[j // 32] >> np.uint32(j % 32) & 1]
+                near = [*range(length - count), *(length - count + j for j in new)]
             keys = [(table[b, p // R], p % R) for p in near]
             for n in range(N):
                 head = n // (N // K)
@@ -248,6 +252,49 @@ def test_codes_and_scales(queries, storage, by_page, backend):
     tolerance = 1e-5
     if backend.startswith("tpu"):  # chunks are multiplied in bfloat16
         tolerance = ERROR[storage] if max(queries) == 1 else 1e-2
+    np.testing.assert_allclose(np.asarray(lse), want_lse, rtol=tolerance, atol=tolerance)
+    np.testing.assert_allclose(np.asarray(out), want, rtol=tolerance, atol=tolerance)
+
+
+PAIRED = ("window", "first rows", "soft cap", "sinks", "slopes", "scales", "tree", "odd heads")
+PAIRS = [
+    (a, b)
+    for i, a in enumerate(PAIRED)
+    for b in PAIRED[i + 1 :]
+    if not ("tree" in (a, b) and {"window", "first rows", "slopes"} & {a, b})  # refused
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("pair", PAIRS, ids=" and ".join)
+def test_pairs_of_features(pair, backend):
+    """Decode rows beside a chunk: each feature with each other one."""
+    heads, kv_heads = (9, 3) if "odd heads" in pair else (4, 2)
+    lengths, queries = (300, 0, 131, 140), (1, 0, 9, 1)
+    case = Case(lengths, queries, heads, kv_heads, 32, 32, rows=128)
+    window = 140 if {"window", "first rows"} & set(pair) else None
+    spec = AttentionSpec(
+        0.2, window, soft_cap=2.0 if "soft cap" in pair else None, sink_rows=3 if "first rows" in pair else 0
+    )
+    features = {}
+    if "sinks" in pair:
+        features["sinks"] = np.linspace(-1, 4, heads).astype(np.float32)
+    if "slopes" in pair:
+        features["slopes"] = np.linspace(0, 0.5, heads).astype(np.float32)
+    if "tree" in pair:
+        chains = np.tril(np.random.default_rng(0).integers(0, 2, (9, 9))) | np.eye(9, dtype=int)
+        tree = np.ones((sum(queries) + case.padding, 1), np.int32)  # a token alone sees itself
+        tree[1:10, 0] = (chains << np.arange(9)).sum(axis=1)
+        features["tree"] = tree
+    scales, tolerance = {}, 1e-5
+    if "scales" in pair:
+        arrays, meaning, of_rows = quantized(case, "int8", False)
+        scales, tolerance = {"scales": of_rows}, 1e-5 if not backend.startswith("tpu") else 1e-2
+    else:
+        arrays = meaning = build(case)
+    want, want_lse = oracle(meaning, spec, **features)
+    out, lse = attend(arrays, spec, max(queries), backend, **features, **scales)
     np.testing.assert_allclose(np.asarray(lse), want_lse, rtol=tolerance, atol=tolerance)
     np.testing.assert_allclose(np.asarray(out), want, rtol=tolerance, atol=tolerance)
 

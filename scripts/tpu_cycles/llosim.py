@@ -254,12 +254,17 @@ class Program:
         self.operands: dict[int, tuple[str, tuple[int, ...]]] = {}
         """Inputs: index → (type, shape)."""
         self.megacore = False
-        """Whether it asks which core it runs on: the call is split between two, and what core 0 does of it is run."""
+        """Whether the call is split between two cores, and what core 0 does of it is run: it asks which core it is on,
+        and not only to let the other one idle."""
         self.scalars: set[int] = set()
         """Inputs that come in a register: each is one word."""
         self._regions: dict[int, int] = {}
-        for bundle in split_bundles(Path(path).read_text(errors="replace")):
+        text = Path(path).read_text(errors="replace")
+        for bundle in split_bundles(text):
             self._add(bundle)
+        for core in re.findall(r"(%s\w+) = sld [^;]*megacore core id", text):
+            idles = re.findall(rf"scmp\.\w+\.s32\.totalorder {core}, 0\b", text)
+            self.megacore |= len(re.findall(rf"{core}\b", text)) > 1 + len(idles)
         self._index = {address: index for index, address in enumerate(self.addresses)}
 
     def _add(self, bundle: str) -> None:
@@ -277,7 +282,6 @@ class Program:
         self.issued.append(
             "{}" not in bundle
         )  # nor in its comments: the first bundle, with the operands, counts as empty
-        self.megacore |= "megacore core id" in bundle
         body = found[4].rpartition("}")[0]
         slots = (parse_instruction(slot) for slot in body.split(";;"))
         self.instructions.append(in_order([slot for slot in slots if slot is not None]))
