@@ -227,7 +227,8 @@ def test_tpu_loop_with_kernels(loop):
     memory = compiled.memory_analysis()
     assert memory.alias_size_in_bytes >= sum(x.size * x.dtype.itemsize for x in pages)
     of_layer = pages[0].size * pages[0].dtype.itemsize // (pages[0].shape[0] // pool)
-    assert memory.temp_size_in_bytes < max(of_layer, 512 << 20)
+    # On a 7x the program of this vocabulary has 1.1 GB of temporaries, 1.2 with plain attention.
+    assert memory.temp_size_in_bytes < max(of_layer, (1200 if name == "tpu7x" else 512) << 20)
     if name == "v5e":  # the others' programs this jaxlib compiles, but cannot print
         page_shape = ",".join(map(str, pages[0].shape))
         assert not re.search(rf"\[{page_shape}\]\S* (copy|copy-start)\(", within_the_loop(compiled.as_text()))
