@@ -1,6 +1,7 @@
 """One suite over every backend of paged attention, against a float64 oracle that shares no code with them."""
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -277,7 +278,7 @@ def test_pairs_of_features(pair, backend):
     spec = AttentionSpec(
         0.2, window, soft_cap=2.0 if "soft cap" in pair else None, sink_rows=3 if "first rows" in pair else 0
     )
-    features = {}
+    features: dict[str, Any] = {}
     if "sinks" in pair:
         features["sinks"] = np.linspace(-1, 4, heads).astype(np.float32)
     if "slopes" in pair:
@@ -287,7 +288,8 @@ def test_pairs_of_features(pair, backend):
         tree = np.ones((sum(queries) + case.padding, 1), np.int32)  # a token alone sees itself
         tree[1:10, 0] = (chains << np.arange(9)).sum(axis=1)
         features["tree"] = tree
-    scales, tolerance = {}, 1e-5
+    scales: dict[str, Any] = {}
+    tolerance = 1e-5
     if "scales" in pair:
         arrays, meaning, of_rows = quantized(case, "int8", False)
         scales, tolerance = {"scales": of_rows}, 1e-5 if not backend.startswith("tpu") else 1e-2
