@@ -39,12 +39,10 @@ class DecodeBlocks:
       pieces: (rows, ahead): rows computed together, a multiple of 128, and how many units' scores are computed before
         the softmax of the first of them. From large to small: each takes what is left as long as it is filled, the
         last takes the rest; each divides the one before, the first the block.
-      native: whether 8-bit codes are multiplied as they are (`codes.py`) or widened to bfloat16 first.
     """
 
     block: int
     pieces: tuple[tuple[int, int], ...]
-    native: bool = True
 
 
 class _Walk:
@@ -478,7 +476,7 @@ def attend_rows(
         if feature is not None:
             wide = by_unit(jnp.broadcast_to(feature.astype(jnp.float32)[:, None], (N, LANES)), 0)
             inputs[name] = wide, pl.BlockSpec(wide.shape, lambda *_: (0, 0, 0))
-    if blocks.native and pages.dtype.name in codes.PARTS:
+    if pages.dtype.name in codes.PARTS:
         code_rows, code_dtype = codes.rows(padded_rows, pages.dtype), codes.PARTS[pages.dtype.name].dtype
         scratch["codes"] = pltpu.VMEM((units, code_rows, q.shape[2]), code_dtype)
         scratch["norm"] = pltpu.VMEM(running, jnp.float32)
