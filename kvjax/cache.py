@@ -597,6 +597,7 @@ def attend(
     soft_cap: float | None = None,
     sinks: jax.Array | None = None,
     slopes: jax.Array | None = None,
+    up: jax.Array | None = None,
     backend: str = "xla",
 ) -> tuple[Cache, jax.Array]:
     """Writes K and V of the step's tokens into their pages, then attends over the pages.
@@ -613,6 +614,7 @@ def attend(
       soft_cap: as in AttentionSpec.
       sinks: (N,) float32, as in `paged_attention`.
       slopes: (N,) float32, as in `paged_attention`.
+      up: (N, h + Hv, C) of latents, as in `paged_attention`; then q is (T, N, h + r).
       backend: attention backend.
 
     Returns:
@@ -642,7 +644,8 @@ def attend(
         AttentionSpec(
             scale, spec.window, soft_cap, spec.value_dim if spec.latent else None, config.layout, config.lanes_of(spec)
         ),
-        sinks=sinks, slopes=slopes, scales=scales, max_query=placement.max_query, with_lse=False, backend=backend,
+        sinks=sinks, slopes=slopes, scales=scales, up=up, max_query=placement.max_query, with_lse=False,
+        backend=backend,
     )  # fmt: skip
     kept_v = () if v_pages is None else _replaced(group.kv.v, array, v_pages)
     kept_scales = () if scales is None else _replaced(group.kv.scales, array, scales)

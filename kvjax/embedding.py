@@ -22,6 +22,7 @@ from kvjax.errors import ModelError, RequestError
 from kvjax.models import config_of
 from kvjax.models.layers import full_precision
 from kvjax.models.layers import soft_cap as capped
+from kvjax.pallas_kernels.paged_attention import latent
 from kvjax.plans import Model, power_of_two
 from kvjax.pooling import Pooling
 from kvjax.sharding import param_sharding
@@ -107,7 +108,10 @@ def dense_attend(specs: Sequence[KVSpec], lengths: jax.Array, width: int, *, cau
         soft_cap: float | None = None,
         sinks: jax.Array | None = None,
         slopes: jax.Array | None = None,
+        up: jax.Array | None = None,
     ) -> tuple[Any, jax.Array]:
+        if up is not None:
+            k, v = latent.expanded(k[:, 0], up, q.shape[2] - (k.shape[2] - up.shape[2]))
         v = k[..., : specs[0].value_dim] if v is None else v
         q, k, v = (x.reshape(rows, width, *x.shape[1:]) for x in (q, k, v))
         N, K = q.shape[2], k.shape[2]

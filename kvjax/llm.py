@@ -462,14 +462,14 @@ def _options(fields: Mapping[str, Any]) -> Options:
         if name not in known:
             raise ModelError(f"load does not take {name}: the options are {', '.join(sorted(known))}.")
         default = getattr(Options, name)
-        if name in ("queue", "refill", "prefix_ttl") and value is None:
+        if name in ("rows", "queue", "refill", "prefix_ttl") and value is None:
             continue
         if isinstance(default, bool):
             if not isinstance(value, bool):
                 raise ModelError(f"{name} is {value!r}: give True or False.")
         elif name == "prefix_ttl":
             default = 0.0
-        elif name in ("queue", "refill"):
+        elif name in ("rows", "queue", "refill"):
             default = 1
         if type(default) is int and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
             raise ModelError(f"{name} is {value!r}: give a whole number of at least 1.")
@@ -478,8 +478,9 @@ def _options(fields: Mapping[str, Any]) -> Options:
         choices = {"backend": (None, *BACKENDS), "layout": (None, *LAYOUTS)}.get(name)
         if choices is not None and value not in choices:
             raise ModelError(f"{name} is {value!r}: give one of {', '.join(map(str, choices))}.")
-        if name == "backend" and value == "tpu" and jax.default_backend() != "tpu":
-            raise ModelError("backend is 'tpu', and there is none here: leave it out, or give 'tpu_interpret'.")
+        if name == "backend" and value in ("tpu", "gpu") and jax.default_backend() != value:
+            also = f"leave it out, or give '{value}_interpret'"
+            raise ModelError(f"backend is '{value}', and there is none here: {also}.")
     return Options(**fields)
 
 

@@ -64,7 +64,7 @@ class Options:
 
     Attributes:
       slots: B, most requests that run at once.
-      rows: R, tokens a page holds.
+      rows: R, tokens a page holds; what the backend reads best when None.
       kv_bytes: bound on the memory of all K and V.
       packed: T, most tokens of a step that computes prompts.
       queue: Q, requests that the device holds, running ones included; chosen from `slots` when None.
@@ -77,7 +77,7 @@ class Options:
     """
 
     slots: int = 64
-    rows: int = 64
+    rows: int | None = None
     kv_bytes: int = 4 << 30
     packed: int = 512
     queue: int | None = None
@@ -213,6 +213,13 @@ def backend_of(model: Model, options: Options) -> str:
     return default_backend() if model.mesh is None else "xla"
 
 
+def rows_of(model: Model, options: Options) -> int:
+    """R of a job's pages: 64, but of codes 128 for the TPU's kernels, which apply scales to so many rows at once."""
+    if options.rows is not None:
+        return options.rows
+    return 128 if backend_of(model, options).startswith("tpu") and jnp.dtype(model.storage).itemsize == 1 else 64
+
+
 def layout_of(model: Model, options: Options) -> str:
     """The layout of a job's pages."""
     return options.layout or default_layout(backend_of(model, options))
@@ -220,11 +227,12 @@ def layout_of(model: Model, options: Options) -> str:
 
 def cache_config(model: Model, slots: int, longest: int, options: Options) -> CacheConfig:
     """A cache as large as so many sequences of this length can fill, within `kv_bytes`. Raises RequestError."""
-    per_slot = power_of_two(-(-longest // options.rows))
+    rows = rows_of(model, options)
+    per_slot = power_of_two(-(-longest // rows))
     config = CacheConfig(
         model.family.kv_specs(model.config, model.storage),
         slots,
-        options.rows,
+        rows,
         per_slot,
         stacked=model.stacked,
         layout=layout_of(model, options),
@@ -239,7 +247,7 @@ def cache_config(model: Model, slots: int, longest: int, options: Options) -> Ca
     affordable = options.kv_bytes // config.page_bytes
     if affordable < 1:
         raise RequestError(
-            f"kv_bytes is {options.kv_bytes}, and a page of {options.rows} tokens needs {config.page_bytes} bytes of "
+            f"kv_bytes is {options.kv_bytes}, and a page of {rows} tokens needs {config.page_bytes} bytes of "
             "K and V: raise kv_bytes."
         )
     if affordable < slots * per_slot:

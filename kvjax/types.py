@@ -131,7 +131,8 @@ class Family(NamedTuple):
       kv_specs: config, storage dtype name → one KVSpec per layer.
       forward: (params, config, tokens (T,), positions (T,), cache, attend) → (cache, hidden (T, D)), the final norm
         applied. `attend(cache, layer, q (T, N, H), k (T, K, H), v (T, K, H), scale) → (cache, out (T, N, H))`, which
-        also takes `soft_cap`, `sinks` and `slopes` as `kvjax.cache.attend` does; v is None where the spec is latent.
+        also takes `soft_cap`, `sinks`, `slopes` and `up` as `kvjax.cache.attend` does; v is None where the spec is
+        latent.
       unembed: (params, config, hidden (T, D)) → logits (T, V) float32.
       gguf: names in llama.cpp's container, or None.
       prefix: what checkpoints saved from the bare transformer leave out at the beginning of names.

@@ -1,8 +1,8 @@
 """DeepSeek-V2, V2-Lite, V3 and R1: multi-head latent attention (MLA, 2405.04434) and experts chosen by groups.
 
 The cache holds, of every token, one latent of `latent` numbers and one rotated key of `rope_dim` that all heads share:
-a kv head of its own, whose values are the first `latent` numbers of its keys. Attention is computed on it directly, the
-up-projections absorbed into q and into the output; expanded into keys and values per head it means the same.
+a kv head of its own, whose values are the first `latent` numbers of its keys. The projection up from the latent goes to
+attention with it, which absorbs it into q and the output or expands the latents (`pallas_kernels`' `latent.py`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from kvjax.models import decoder, fields, moe
 from kvjax.models.gguf_deepseek import DEEPSEEK_GGUF
-from kvjax.models.layers import bias_spec, biased, embed, gated_mlp, norm_spec, over_layers, per_head, project
+from kvjax.models.layers import bias_spec, biased, embed, gated_mlp, norm_spec, over_layers, project
 from kvjax.models.layers import rms_norm as _rms_norm
 from kvjax.models.layers import unembed as logits_of
 from kvjax.models.moe import Routing
@@ -209,8 +209,7 @@ def forward(
     def block(cache: Any, x: jax.Array, layer: int | jax.Array, p: Params) -> tuple[Any, jax.Array]:
         h = _rms_norm(x, p["attn_norm"], config.norm_eps)
         q, key = queries_and_latent(config, p, h, angles)
-        cache, latent = attend(cache, layer, absorbed(config, p, q), key, None, config.scale)
-        out = from_latent(latent, p["from_latent"][:, config.nope_dim :])
+        cache, out = attend(cache, layer, q, key, None, config.scale, up=p["from_latent"])
         x = x + decoder.attention_output(p, out)
         return cache, x + _feed_forward(config, p, _rms_norm(x, p["mlp_norm"], config.norm_eps))
 
@@ -233,30 +232,6 @@ def queries_and_latent(
     q_turned = apply_rope(q[..., config.nope_dim :], *angles, interleaved=config.interleaved)
     q = jnp.concatenate([q[..., : config.nope_dim], q_turned], axis=-1)
     return q, jnp.concatenate([latent[:, None], turned], axis=-1)
-
-
-def absorbed(config: DeepseekConfig, p: Params, q: jax.Array) -> jax.Array:
-    """q (T, N, nope + rope) → (T, N, latent + rope), which meets the cached latent instead of keys."""
-    nope, turned = q[..., : config.nope_dim], q[..., config.nope_dim :]
-    up = p["from_latent"][:, : config.nope_dim]
-    latent = per_head("tnh,nhc->tnc", nope, up)
-    return jnp.concatenate([latent, turned], axis=-1)
-
-
-def from_latent(latent: jax.Array, up: jax.Array) -> jax.Array:
-    """latent (T, N, C) or (T, 1, C), up (N, h, C) → (T, N, h): keys without position, or values, of every head."""
-    if latent.shape[1] != up.shape[0]:
-        return project(latent[:, 0], up)
-    return per_head("tnc,nhc->tnh", latent, up)
-
-
-def expanded(config: DeepseekConfig, p: Params, key: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """What is cached, (T, 1, latent + rope), as k (T, N, nope + rope) and v (T, N, value) of plain attention."""
-    latent, turned = key[..., : config.latent], key[..., config.latent :]
-    up = p["from_latent"]
-    nope = from_latent(latent, up[:, : config.nope_dim])
-    turned = jnp.broadcast_to(turned, (*nope.shape[:2], turned.shape[-1]))
-    return jnp.concatenate([nope, turned], axis=-1), from_latent(latent, up[:, config.nope_dim :])
 
 
 def _feed_forward(config: DeepseekConfig, p: Params, h: jax.Array) -> jax.Array:

@@ -49,24 +49,6 @@ def project(x: jax.Array, weight: jax.Array) -> jax.Array:
     return y.astype(x.dtype).reshape(x.shape[0], *out)
 
 
-def per_head(subscripts: str, x: jax.Array, weight: jax.Array) -> jax.Array:
-    """An einsum with an axis in common to both and the output, such as heads; in x's dtype, accumulated in float32.
-
-    XLA's CPU backend has no such product of bfloat16 into float32, so there the operands are widened first.
-    """
-
-    def wide(x: jax.Array, weight: jax.Array) -> jax.Array:
-        wider = x.astype(jnp.float32), weight.astype(jnp.float32)
-        return jnp.einsum(subscripts, *wider, precision="highest").astype(x.dtype)
-
-    def narrow(x: jax.Array, weight: jax.Array) -> jax.Array:
-        precision = full_precision(x)
-        y = jnp.einsum(subscripts, x, weight, precision=precision, preferred_element_type=jnp.float32)
-        return y.astype(x.dtype)
-
-    return jax.lax.platform_dependent(x, weight, cpu=wide, default=narrow)
-
-
 def rms_norm(x: jax.Array, weight: jax.Array, eps: float, *, one_plus: bool = False) -> jax.Array:
     """Root-mean-square norm over the last axis (1910.07467), computed in float32, in x's dtype.
 

@@ -34,7 +34,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from tpu_cycles.cases import Case, cases
+from tpu_cycles.cases import Case, cases, chip_of
 from tpu_cycles.measure import CHIPS, UNITS, MeasureError, Measurement, dumped, measure
 
 COLUMNS = ("kernel", "shape", "storage", "page", "chip", "cycles", "dma", "ratio", "mxu", *UNITS, "inner", "copies")
@@ -50,7 +50,8 @@ def measured(case: Case, chip: str, keep: Path | None = None) -> Measurement:
         for stale in folder.iterdir():
             stale.unlink()
         dumped(["-m", "tpu_cycles.cases", case.name, chip], folder)
-        operands = case.operands() if callable(case.operands) else case.operands
+        with chip_of(chip):  # sizes, and so operands, may depend on it
+            operands = case.operands() if callable(case.operands) else case.operands
         return measure(folder, case.tag, chip, operands, case.flops, case.cores(chip))
 
 

@@ -9,6 +9,7 @@ from test_families import model_of
 
 from kvjax.models import deepseek
 from kvjax.models.positions import cos_sin, rope_table
+from kvjax.pallas_kernels.paged_attention import latent
 
 DEEPSEEK_V3 = {
     "architectures": ["DeepseekV3ForCausalLM"],
@@ -41,9 +42,9 @@ def test_absorbed_equals_expanded(name):
             "nts,snh->tnh", weights, jnp.broadcast_to(v, (7, q.shape[1], v.shape[2])), precision="highest"
         )
 
-    latent = attention(deepseek.absorbed(config, p, q), key, key[..., : config.latent])
-    absorbed = deepseek.from_latent(latent, p["from_latent"][:, config.nope_dim :])
-    expanded = attention(q, *deepseek.expanded(config, p, key))
+    up, nope = p["from_latent"], config.nope_dim
+    absorbed = latent.values(attention(latent.absorbed(q, up, nope), key, key[..., : config.latent]), up, nope)
+    expanded = attention(q, *latent.expanded(key[:, 0], up, nope))
     np.testing.assert_allclose(absorbed, expanded, atol=2e-6)
 
 

@@ -14,7 +14,8 @@ from kvjax.pallas_kernels import LAYOUTS, AttentionSpec, Lanes, init_pages, join
 from kvjax.pallas_kernels.paged_attention import BACKENDS as ALL
 from kvjax.pallas_kernels.quantize import quantize, quantize_rows
 
-BACKENDS = [name for name in ALL if name != "tpu"]  # compiled ahead of time in test_tpu_kernels.py
+BACKENDS = [name for name in ALL if name != "tpu" and not name.startswith("gpu")]
+"""The others: compiled ahead of time in test_tpu_kernels.py, test_gpu_kernels.py, which also interprets the GPU's."""
 jitted = jax.jit(paged_attention, static_argnames=("spec", "max_query", "backend"))
 
 
@@ -196,6 +197,36 @@ def test_the_latent_head_of_deepseek(dim, backend):
     check(Case((33, 5, 130), (1, 5, 9), 16, 1, dim, 512, 32), AttentionSpec(192**-0.5, latent=512), backend, 1e-5)
 
 
+UP = {
+    "one group of heads": (4, 16, 128, 128, 40),
+    "two groups": (16, 24, 128, 32, 16),
+    "latents that fill no tile": (4, 16, 24, 40, 16),
+}
+"""Heads, rotated numbers of a key, of a latent, of a head's keys without position, of its values."""
+
+
+@over_backends(up=(UP, ("one group of heads",)))
+@pytest.mark.parametrize("queries", [(1, 1, 0, 1), (1, 70, 0, 9)], ids=["decode", "chunks"])
+@pytest.mark.parametrize("window", [None, 30])
+def test_keys_and_values_made_of_latents(window, queries, up, backend):
+    """MLA, absorbed or expanded: attention over the keys and values of every head."""
+    heads, r, latent, nope, value_dim = UP[up]
+    case = Case((130, 75, 0, 33), queries, heads, 1, latent + r, latent, 16, pages=16)
+    q, rows, _, *rest = build(case)
+    rng = np.random.default_rng(1)
+    q = rng.standard_normal((*q.shape[:2], nope + r)).astype(np.float32)
+    weights = (rng.standard_normal((heads, nope + value_dim, latent)) / latent**0.5).astype(np.float32)
+    made = np.einsum("pkrc,nhc->pnrh", rows[..., :latent].astype(np.float64), weights)
+    turned = np.broadcast_to(rows[..., latent:], (*made.shape[:3], r))
+    keys = np.concatenate([made[..., :nope], turned], axis=-1)
+    spec = AttentionSpec(0.1, window=window)
+    want, want_lse = oracle((q, keys, made[..., nope:], *rest), spec)
+    spec = dataclasses.replace(spec, latent=latent)
+    out, lse = attend((q, rows, rows, *rest), spec, max(queries), backend, up=jnp.asarray(weights))
+    np.testing.assert_allclose(np.asarray(lse), want_lse, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(np.asarray(out), want, rtol=1e-5, atol=1e-5)
+
+
 HEADS = [(1, 1), (4, 4), (8, 1), (9, 3), (14, 2)]
 DIMS = [(64, 64, 16), (80, 80, 32), (128, 128, 16), (24, 16, 8)]
 QUICK = {((9, 3), (64, 64, 16)), ((4, 4), (80, 80, 32)), ((8, 1), (24, 16, 8))}
@@ -253,6 +284,26 @@ def test_codes_and_scales(queries, storage, by_page, backend):
     tolerance = 1e-5
     if backend.startswith("tpu"):  # chunks are multiplied in bfloat16
         tolerance = ERROR[storage] if max(queries) == 1 else 1e-2
+    np.testing.assert_allclose(np.asarray(lse), want_lse, rtol=tolerance, atol=tolerance)
+    np.testing.assert_allclose(np.asarray(out), want, rtol=tolerance, atol=tolerance)
+
+
+@over_backends(storage=(("int8", "float8_e4m3fn"), ()))
+def test_codes_of_latents(storage, backend):
+    """MLA's latents in 8 bits with a scale for each row: absorbed where a token stands alone, else expanded."""
+    heads, r, latent, nope, value_dim = UP["two groups"]
+    case = Case((130, 20, 300), (1, 0, 40), heads, 1, latent + r, latent, 128)
+    q, rows, _, *rest = build(case)
+    rng = np.random.default_rng(1)
+    q = rng.standard_normal((*q.shape[:2], nope + r)).astype(np.float32)
+    weights = (rng.standard_normal((heads, nope + value_dim, latent)) / latent**0.5).astype(np.float32)
+    codes, scales = quantize_rows(jnp.nan_to_num(rows), storage)
+    held = np.where(np.isnan(rows), np.nan, np.asarray(codes.astype(jnp.float32) * scales[..., None]))
+    scales = jnp.where(np.isnan(rows).any(axis=3), jnp.nan, scales)
+    spec = AttentionSpec(0.1, latent=latent)
+    want, want_lse = attend((q, held, held, *rest), spec, 40, "reference", up=jnp.asarray(weights))
+    out, lse = attend((q, codes, codes, *rest), spec, 40, backend, up=jnp.asarray(weights), scales=scales)
+    tolerance = 1e-2 if backend.startswith("tpu") else 1e-5
     np.testing.assert_allclose(np.asarray(lse), want_lse, rtol=tolerance, atol=tolerance)
     np.testing.assert_allclose(np.asarray(out), want, rtol=tolerance, atol=tolerance)
 

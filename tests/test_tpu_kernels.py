@@ -3,7 +3,9 @@
 import dataclasses
 import functools
 from typing import Any
+from unittest import mock
 
+import golden_families
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -17,10 +19,15 @@ from jax.experimental.pallas.ops.tpu.ragged_paged_attention import ref_ragged_pa
 from jax.sharding import SingleDeviceSharding
 from test_paged_attention import AttentionSpec, Case, build, oracle
 
+from kvjax import plans
+from kvjax.checkpoints.place import init_params
 from kvjax.errors import RequestError
+from kvjax.models.deepseek import DEEPSEEK
 from kvjax.pallas_kernels import Lanes, joined, paged_attention
+from kvjax.pallas_kernels.paged_attention import tpu_chunks
 from kvjax.pallas_kernels.paged_attention.tpu_chunks import attend_chunks
 from kvjax.pallas_kernels.paged_attention.tpu_decode import DecodeBlocks, attend_rows
+from kvjax.plans import Model, Options
 from kvjax.sampling_params import SamplingParams
 
 CHIPS = {"v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2", "7x": "tpu7x:2x2x1"}
@@ -31,24 +38,41 @@ def chip(name: str) -> SingleDeviceSharding:
     return SingleDeviceSharding(topologies.get_topology_desc(platform="tpu", topology_name=CHIPS[name]).devices[0])
 
 
-@pytest.mark.parametrize("mode", ["on_wait", "eager"])
-@pytest.mark.parametrize("kernel", ["rows", "chunks"])
+RACES = [
+    pytest.param(kernel, mode, marks=[pytest.mark.slow] if (kernel, mode) == ("expanded", "eager") else [])
+    for kernel in ("rows", "chunks", "expanded")
+    for mode in ("on_wait", "eager")
+]
+
+
+@pytest.mark.parametrize(("kernel", "mode"), RACES)
 def test_no_races(kernel, mode):
     """Several blocks of several slots: every buffer is used again. A DMA moves at the wait, or at once."""
     interpret = pltpu.InterpretParams(detect_races=True, vector_clock_size=64, dma_execution_mode=mode)
     one = kernel == "rows"
     case = Case((700, 0, 130, 300), (1, 0, 1, 1) if one else (130, 0, 3, 0), rows=32, dim=128, value_dim=128)
+    if kernel == "expanded":  # two groups of heads
+        case = dataclasses.replace(case, heads=16, kv_heads=1, dim=128 + 24)
     arrays = q, k, v, table, lengths, starts = build(dataclasses.replace(case, padding=0))
-    lanes, spec = Lanes(2, 128, 128), AttentionSpec(0.1)
+    latent = kernel == "expanded"
+    lanes, spec = Lanes(case.kv_heads, case.dim, 128, latent), AttentionSpec(0.1, latent=128 if latent else None)
+    v_rows = None if latent else jnp.asarray(v.swapaxes(1, 2))
     spec = dataclasses.replace(spec, layout="joined", lanes=lanes)
-    pages = joined.tiles(joined.rows(jnp.asarray(k.swapaxes(1, 2)), jnp.asarray(v.swapaxes(1, 2)), lanes))
+    pages = joined.tiles(joined.rows(jnp.asarray(k.swapaxes(1, 2)), v_rows, lanes))
     counts = np.diff(starts)
     attend: Any = attend_rows if one else attend_chunks
     how: dict[str, Any] = {"lanes": lanes, "spec": spec, "interpret": interpret}
     if one:
         how["blocks"] = DecodeBlocks(256, ((256, 1), (128, 1)))
     else:
-        how |= {"out": jnp.zeros(q.shape), "lse": jnp.zeros((*q.shape[:2], 128)), "blocks": (128, 128)}
+        how |= {"out": jnp.zeros((*q.shape[:2], 128)), "lse": jnp.zeros((*q.shape[:2], 128)), "blocks": (128, 128)}
+    if latent:
+        how["blocks"] = (256, 128)
+        how["up"] = up = np.random.default_rng(0).standard_normal((16, 128 + 128, 128)).astype(np.float32) / 11
+        rotated = np.broadcast_to(k[..., 128:], (k.shape[0], 16, *k.shape[2:3], 24))
+        made = np.einsum("pkrc,nhc->pnrh", k[..., :128], up)
+        arrays = q, np.concatenate([made[..., :128], rotated], axis=-1), made[..., 128:], table, lengths, starts
+        spec = dataclasses.replace(spec, latent=None)
     wanted = counts == 1 if one else counts > 1
     out, lse = attend(q, pages, *map(jnp.asarray, (table, lengths, starts, wanted)), **how)
     lse = lse if one else lse[..., 0]
@@ -77,6 +101,8 @@ class Shape:
     sinks: bool = False
     slopes: bool = False
     tree: bool = False
+    up: tuple[int, int] | None = None
+    """Of latents: a head's key numbers without position, and its values."""
 
 
 def compiled(name: str, shape: Shape):
@@ -93,15 +119,19 @@ def compiled(name: str, shape: Shape):
     features = {}
     if shape.scales:
         by_row = (shape.rows,) if shape.scales == 3 else ()
-        features["scales"] = array(pages, 2 * shape.kv_heads, *by_row, dtype=jnp.float32)
+        features["scales"] = array(pages, (1 if latent else 2) * shape.kv_heads, *by_row, dtype=jnp.float32)
     for feature in ("sinks", "slopes"):
         if getattr(shape, feature):
             features[feature] = array(shape.heads, dtype=jnp.float32)
     if shape.tree:
         features["tree"] = array(T, 2)
+    dim = shape.dim
+    if shape.up:
+        dim = shape.up[0] + shape.dim - lanes.value_dim
+        features["up"] = array(shape.heads, sum(shape.up), lanes.value_dim, dtype=compute)
     attend = jax.jit(functools.partial(paged_attention, spec=spec, max_query=shape.max_query, backend="tpu"))
     return attend.lower(
-        array(T, shape.heads, shape.dim, dtype=compute),
+        array(T, shape.heads, dim, dtype=compute),
         array(pages, lanes.row // 128, shape.rows, 128, dtype=jnp.dtype(shape.storage)),
         None,
         array(shape.slots, shape.width),
@@ -121,6 +151,7 @@ QUICK = {
     "every feature": Shape(spec=EVERYTHING, sinks=True, slopes=True, rows=64),
     "a tree": Shape(tree=True, max_query=64),
     "latent": Shape(16, 1, 576, 512, spec=LATENT, max_query=128),
+    "latent, expanded": Shape(16, 1, 576, 512, spec=LATENT, up=(128, 128)),
 }
 MORE = {
     **{f"{dim}": Shape(heads=16, kv_heads=4, dim=dim) for dim in (80, 96, 192, 256)},
@@ -133,6 +164,9 @@ MORE = {
     "one head": Shape(heads=8, kv_heads=1, dim=64),
     "odd heads": Shape(heads=9, kv_heads=3, dim=64),
     "v3's latent": Shape(128, 1, 576, 512, spec=LATENT, max_query=1),
+    "v3's latent, expanded": Shape(128, 1, 576, 512, spec=LATENT, max_query=2048, up=(128, 128)),
+    "int8 latent, expanded": Shape(16, 1, 576, 512, "int8", spec=LATENT, scales=3, up=(128, 128)),
+    "float32 latent, expanded": Shape(16, 1, 576, 512, "float32", spec=LATENT, up=(128, 128)),
     "decode of every feature": Shape(spec=EVERYTHING, sinks=True, slopes=True, max_query=1),
 }
 TABLES = {
@@ -183,6 +217,21 @@ def test_the_engine_gives_the_same_tokens(name):
 
 
 @pytest.mark.slow
+def test_latents_are_expanded_in_the_engine():
+    """MLA with latents of whole tiles: prompts expand them, decode absorbs; tokens as of plain jnp, which absorbs."""
+    hf = golden_families.config("deepseek_v3") | {"kv_lora_rank": 128, "num_hidden_layers": 2}
+    config = DEEPSEEK.config(hf, None)
+    params = init_params(jax.random.key(0), DEEPSEEK.abstract(config), dtype=jnp.float32)
+    model = Model(DEEPSEEK, config, params, (), [b"?"] * config.vocab, "float32", "float32", False)
+    options = {"slots": 4, "packed": 16, "rows": 8}
+    prompts = [[token % config.vocab for token in prompt] for prompt in PROMPTS]
+    want = tokens(model, prompts, GREEDY, **options)
+    with mock.patch.object(tpu_chunks, "_kernel", wraps=tpu_chunks._kernel) as kernel:
+        assert tokens(model, prompts, GREEDY, backend="tpu_interpret", **options) == want
+    assert all("up" in call.kwargs["names"] for call in kernel.call_args_list) and kernel.called
+
+
+@pytest.mark.slow
 def test_codes_in_the_engine():
     """K and V of 8 bits: the kernels' tokens are those of plain jnp."""
     model = tiny("tiny_llama", storage="int8")
@@ -204,6 +253,8 @@ def test_refuses_what_a_tpu_cannot_read():
             tokens(model, PROMPTS, GREEDY, backend="tpu_interpret", **options)
     with pytest.raises(RequestError, match="scales are applied to 128 rows at once"):
         tokens(tiny("tiny_llama", storage="int8"), PROMPTS, GREEDY, backend="tpu_interpret", rows=32)
+    for storage, backend, rows in (("int8", "tpu", 128), ("int8", "xla", 64), ("float32", "tpu", 64)):
+        assert plans.rows_of(tiny("tiny_llama", storage=storage), Options(backend=backend)) == rows
 
 
 def test_agrees_with_jax_own_ragged_paged_attention():

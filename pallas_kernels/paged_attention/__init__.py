@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from kvjax.pallas_kernels.paged_attention import reference, tpu, xla
+from kvjax.pallas_kernels.paged_attention import latent, reference, tpu, xla
 from kvjax.pallas_kernels.paged_attention.spec import AttentionSpec
 
 BACKENDS = ("reference", "xla", "tpu", "tpu_interpret")
@@ -38,6 +38,7 @@ def paged_attention(
     slopes: jax.Array | None = None,
     tree: jax.Array | None = None,
     scales: jax.Array | None = None,
+    up: jax.Array | None = None,
     max_query: int,
     with_lse: bool = True,
     backend: str | None = None,
@@ -63,6 +64,9 @@ def paged_attention(
         length − c + i only if bit i mod 32 of word i div 32 is set. Nothing is hidden of what came before.
       scales: float32 or None: what codes are multiplied with, the heads of K first, then V's: (P, 2·K, R) for each
         row, or (P, 2·K) for each page. Latent pages have K of them.
+      up: (N, h + Hv, C) or None: of latent pages of C numbers and a rotated key of r, what makes a head's keys without
+        position, and its values, of a latent (2405.04434). Then q is (T, N, h + r) and out (T, N, Hv), and a backend
+        chooses its form: absorbed into q and out, or the latents expanded (`latent.py`).
       max_query: static; no slot has more tokens than this. 1 for a decode step.
       with_lse: static; a kernel has less to write without.
       backend: "xla"; "tpu"; "tpu_interpret" for the TPU's kernels interpreted on a CPU; "reference" for the oracle.
@@ -74,11 +78,11 @@ def paged_attention(
 
     Raises:
       NotImplementedError: for a backend that does not exist, or what one cannot do, with the reason.
-      ValueError: when N is not a multiple of K, or V is missing.
+      ValueError: when N is not a multiple of K, V is missing, or `up` does not fit q and the latents.
     """
     if table.ndim == 3:
-        if sinks is not None or slopes is not None:
-            raise NotImplementedError("a table for each head with sinks or slopes, which are different for each, too")
+        if sinks is not None or slopes is not None or up is not None:
+            raise NotImplementedError("a table for each head with sinks, slopes or up, which each has its own of, too")
         return _by_head(
             q, k_pages, v_pages, table, lengths, row_starts, spec,
             tree=tree, scales=scales, max_query=max_query, with_lse=with_lse, backend=backend,
@@ -97,21 +101,31 @@ def paged_attention(
         raise ValueError(f"{q.shape[1]} query heads do not divide into {kv_heads} kv heads")
     if backend is None:
         backend = default_backend() if spec.layout == "joined" else "xla"
+    h = 0
+    if up is not None:
+        if spec.latent is None:
+            raise ValueError("up makes keys and values of latents: spec.latent says how many numbers a latent has")
+        key_dim = k_pages.shape[2 if spec.layout == "head_major" else 3] if spec.lanes is None else spec.lanes.key_dim
+        h = latent.check(q, up, key_dim, spec.latent)
     if backend in ("tpu", "tpu_interpret"):
         return tpu.paged_attention(
-            q, k_pages, table, lengths, row_starts, spec, max_query, sinks, slopes, tree, scales,
+            q, k_pages, table, lengths, row_starts, spec, max_query, sinks, slopes, tree, scales, up,
             with_lse=with_lse, interpret=backend == "tpu_interpret",
         )  # fmt: skip
+    if up is not None and backend != "reference":
+        q = latent.absorbed(q, up, h)
     if backend == "xla":
         out, lse = xla.paged_attention(
             q, k_pages, v_pages, table, lengths, row_starts, spec, max_query, sinks, slopes, tree, scales
         )
     elif backend == "reference":
         out, lse = reference.paged_attention(
-            q, k_pages, v_pages, table, lengths, row_starts, spec, sinks, slopes, tree, scales
+            q, k_pages, v_pages, table, lengths, row_starts, spec, sinks, slopes, tree, scales, up
         )
     else:
         raise NotImplementedError(f"attention backend {backend!r} does not exist; there are {', '.join(BACKENDS)}")
+    if up is not None and backend != "reference":
+        out = latent.values(out, up, h)
     return out, lse if with_lse else None
 
 

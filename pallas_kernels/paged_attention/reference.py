@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from kvjax.pallas_kernels import joined
+from kvjax.pallas_kernels.paged_attention import latent
 from kvjax.pallas_kernels.paged_attention.spec import AttentionSpec
 
 
@@ -40,6 +41,7 @@ def paged_attention(
     slopes: jax.Array | None = None,
     tree: jax.Array | None = None,
     scales: jax.Array | None = None,
+    up: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Gathers every slot's whole context for every token, then a dense softmax. Arguments as in `__init__`."""
     T, N, _ = q.shape
@@ -50,13 +52,18 @@ def paged_attention(
         v_pages = None if v_pages is None else v_pages.swapaxes(1, 2)
     if v_pages is None:
         v_pages = k_pages[..., : spec.latent]
-    _, R, K, _ = k_pages.shape
+    P, R, K, _ = k_pages.shape
     if scales is not None:
         if scales.ndim == 2:
             scales = scales[..., None]
         by_row = scales.swapaxes(1, 2)[..., None]  # (P, R, 2·K, 1), or R of 1
         k_pages = k_pages.astype(jnp.float32) * by_row[:, :, :K]
         v_pages = v_pages.astype(jnp.float32) * by_row[:, :, -K:]
+    if up is not None:
+        h = q.shape[2] - (k_pages.shape[3] - up.shape[2])
+        k, v = latent.expanded(k_pages.reshape(P * R, -1).astype(jnp.float32), up, h)
+        k_pages, v_pages = k.reshape(P, R, N, -1), v.reshape(P, R, N, -1)
+        K = N
     B, M = table.shape
     slots = query_slots(row_starts, T)
     positions = query_positions(row_starts, lengths, slots)

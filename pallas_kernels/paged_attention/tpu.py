@@ -2,28 +2,38 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
 from kvjax.pallas_kernels import joined
+from kvjax.pallas_kernels.paged_attention import latent, tpu_sizes
 from kvjax.pallas_kernels.paged_attention.spec import AttentionSpec
-from kvjax.pallas_kernels.paged_attention.tpu_chunks import attend_chunks
+from kvjax.pallas_kernels.paged_attention.tpu_chunks import attend_chunks, expands
 from kvjax.pallas_kernels.paged_attention.tpu_decode import DecodeBlocks, attend_rows
 
 STORAGE = ("float32", "bfloat16", "float8_e4m3fn", "float8_e5m2", "int8", "int4")
 
-AHEAD = 8  # units whose scores are computed before the first softmax; docs/performance.md
 FETCHED = 16 << 20  # bytes of a block of decode: two lie in VMEM, of which a core of a TPU7x has 64 MiB
 
 
-def decode_blocks(rows: int, page: int, row_bytes: int) -> DecodeBlocks:
-    """How decode is cut up, for slots of up to `rows` rows in pages of `page` rows of `row_bytes` bytes."""
+def decode_blocks(
+    rows: int, page: int, row_bytes: int, limits: tuple[int, int, int] = tpu_sizes.DECODE
+) -> DecodeBlocks:
+    """How decode is cut up, for slots of up to `rows` rows in pages of `page` rows of `row_bytes` bytes.
+
+    limits: see `tpu_sizes.DECODE`.
+    """
+    most, piece, ahead = limits
     page = max(page, joined.LANES)
     block = page
-    while block < 4096 and 2 * block * row_bytes <= FETCHED and block < rows:
+    while block < most and 2 * block * row_bytes <= FETCHED and block < rows:
         block *= 2
-    sizes = [block, *(size for size in (1024, 512, 256) if size < block)]
-    return DecodeBlocks(block, tuple((size, AHEAD) for size in sizes))
+    piece = min(block, piece)
+    sizes = [piece, *(size for size in (1024, 512, 256) if size < piece)]
+    return DecodeBlocks(block, tuple((size, ahead) for size in sizes))
 
 
 def check(layout: str, rows: int, storage: jnp.dtype, scaled: bool) -> None:
@@ -56,6 +66,7 @@ def paged_attention(
     slopes: jax.Array | None = None,
     tree: jax.Array | None = None,
     scales: jax.Array | None = None,
+    up: jax.Array | None = None,
     *,
     with_lse: bool = True,
     interpret: bool = False,
@@ -71,19 +82,67 @@ def paged_attention(
     assert lanes is not None
     R = pages.shape[2]
     tokens = row_starts[1:] - row_starts[:-1]
-    blocks = decode_blocks(table.shape[1] * R, R, lanes.row * pages.dtype.itemsize)
-    spread = joined.spread(q, lanes)
-    out, lse = attend_rows(
-        spread, pages, table, lengths, row_starts, (tokens == 1) & (lengths > 0), lanes, spec,
-        blocks=blocks, scales=scales, sinks=sinks, slopes=slopes, with_lse=with_lse, interpret=interpret,
-    )  # fmt: skip
-    if max_query > 1:
-        wide = None if lse is None else jnp.broadcast_to(lse[..., None], (*lse.shape, joined.LANES))
-        out, wide = attend_chunks(
-            spread, pages, table, lengths, row_starts, (tokens > 1) & (lengths > 0), out, wide, lanes, spec,
-            scales=scales, sinks=sinks, slopes=slopes, tree=tree, interpret=interpret,
-        )  # fmt: skip
-        lse = None if wide is None else wide[..., 0]
+    alone, several = (tokens == 1) & (lengths > 0), (tokens > 1) & (lengths > 0)
+    how: Any = {"scales": scales, "sinks": sinks, "slopes": slopes, "interpret": interpret}
+    limits = tpu_sizes.decode_limits(lanes, q.shape[1], pages)
+    blocks = decode_blocks(table.shape[1] * R, R, lanes.row * pages.dtype.itemsize, limits)
+
+    def rows(q: jax.Array, row_starts: jax.Array) -> tuple[jax.Array, jax.Array | None]:
+        spread = joined.spread(q, lanes)
+        return attend_rows(
+            spread, pages, table, lengths, row_starts, alone, lanes, spec, blocks=blocks, with_lse=with_lse, **how
+        )
+
+    def chunks(
+        q: jax.Array, out: jax.Array, lse: jax.Array | None, up: jax.Array | None = None
+    ) -> tuple[jax.Array, jax.Array | None]:
+        if lse is not None:
+            lse = jnp.broadcast_to(lse[..., None], (*lse.shape, joined.LANES))
+        out, lse = attend_chunks(
+            q, pages, table, lengths, row_starts, several, out, lse, lanes, spec, tree=tree, up=up, **how
+        )
+        return out, None if lse is None else lse[..., 0]
+
+    h = 0 if up is None else latent.check(q, up, lanes.key_dim, lanes.value_dim)
+    expanding = up is not None and sinks is None and slopes is None and expands(lanes, q.shape[1], q.dtype)
+    if up is not None and max_query > 1 and expanding:
+        out, lse = chunks(q, *_absorbed_alone(q, up, h, row_starts, alone, rows), up)
+        out = out[..., : up.shape[1] - h]
+    else:
+        if up is not None:
+            q = latent.absorbed(q, up, h)
+        out, lse = rows(q, row_starts)
+        if max_query > 1:
+            out, lse = chunks(joined.spread(q, lanes), out, lse)
+        out = joined.gather(out, lanes)
+        if up is not None:
+            out = latent.values(out, up, h)
     used = jnp.arange(q.shape[0], dtype=jnp.int32) < row_starts[-1]
-    out = jnp.where(used[:, None, None], joined.gather(out, lanes), 0)
+    out = jnp.where(used[:, None, None], out, 0)
     return out, None if lse is None else jnp.where(used[:, None], lse, -jnp.inf)
+
+
+def _absorbed_alone(
+    q: jax.Array,
+    up: jax.Array,
+    h: int,
+    row_starts: jax.Array,
+    alone: jax.Array,
+    attend_rows_of: Callable[[jax.Array, jax.Array], tuple[jax.Array, jax.Array | None]],
+) -> tuple[jax.Array, jax.Array | None]:
+    """What the slots of one token get, by the absorbed form: only their B tokens are absorbed, not a chunk's.
+
+    Returns:
+      out (T, N, Hv filled up to a multiple of 128), zeros elsewhere, and lse (T, N), −inf elsewhere.
+    """
+    (T, N, _), B = q.shape, alone.shape[0]
+    token = jnp.minimum(row_starts[:-1], T - 1)
+    rows, lse = attend_rows_of(latent.absorbed(q[token], up, h), jnp.arange(B + 1, dtype=jnp.int32))
+    place = jnp.where(alone, token, T)
+    rows = latent.values(rows, up, h)
+    width = -(-rows.shape[-1] // joined.LANES) * joined.LANES
+    rows = jnp.pad(rows, ((0, 0), (0, 0), (0, width - rows.shape[-1])))
+    out = jnp.zeros((T, N, width), q.dtype).at[place].set(rows, mode="drop")
+    if lse is not None:
+        lse = jnp.full((T, N), -jnp.inf, jnp.float32).at[place].set(lse, mode="drop")
+    return out, lse

@@ -13,6 +13,9 @@ A query block is C tokens of one slot in all heads: N·C queries in order of hea
 blocks of S tokens; a KV block walks its chunks. A step computes the scores of one chunk, and the softmax and values of
 the chunk two steps before it: they do not depend on each other and stand in one basic block, which is all that the
 compiler needs to overlap the MXU with the rest. The last chunks of a KV block are finished in the next one.
+
+Latent pages with `up` (MLA): heads are walked in groups of 8, every query block once for each group, whose part of `up`
+lies in VMEM. Each head's keys and values are made of a KV block's latents when they are needed, beside the steps.
 """
 
 from __future__ import annotations
@@ -28,25 +31,27 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from kvjax.pallas_kernels.joined import LANES, Lanes, Unit
+from kvjax.pallas_kernels.paged_attention import tpu_sizes
 from kvjax.pallas_kernels.paged_attention.spec import AttentionSpec
 
 NAME = "kvjax_attend_chunks"
 LOG2E = math.log2(math.e)
 MASKED = -1e30  # a score that is not seen
 FLOOR = -1e20  # where the running maximum begins: exp2(MASKED - FLOOR) is 0 even when a query has seen nothing yet
-TOKENS = 512  # S of a KV block
 PIECE = 256  # tokens of one product: the depth of the largest MXU
 UNROLL = 4  # of the loops over heads at both ends of a query block, where each trip waits for the XLU
 BUFFERS = 4  # of scores
 LAG = 2  # steps between a chunk's scores and their softmax
 WIDTH = 256  # W of a chunk, where it divides: the width of the largest MXU
-LONGEST = 512  # C at most
+EXPANDED = 1024  # C at most where latents are expanded, once for each query block: docs/performance.md has other sizes
 BUDGET = 32 << 20  # bytes of VMEM for what grows with C
 KV_BUDGET = 16 << 20  # and for the two KV blocks
+HEADS = 8  # of a group that shares expanded latents: a tile of sublanes, so that a DMA can take it out of q
 
 # What the kernel knows of a query block; see _worklist.
 FIELDS = (
     "slot", "base", "skip", "size", "position", "last", "tree_start", "visits", "sink_visits", "start", "first_page",
+    "group",
 )  # fmt: skip
 
 
@@ -86,18 +91,23 @@ def _worklist(
     S: int,
     R: int,
     M: int,
+    groups: int,
 ) -> tuple[jax.Array, jax.Array]:
     """Cuts the tokens of wanted slots into query blocks: (J, len(FIELDS)) int32 and their number () int32.
+
+    All of them come once for each group of heads, group after group.
 
     A query block reads C packed tokens from `base` on; the `size` from `skip` on are its own. Its first query read has
     the position `position`, and rows up to `last` are seen. It visits KV blocks 0 … sink_visits - 1, then `start` …
     """
     B = lengths.shape[0]
-    J = min(T, T // C + B)
+    J = min(T, T // C + B) * groups
     tokens = jnp.where(wanted, row_starts[1:] - row_starts[:-1], 0)
     per_slot = (tokens + C - 1) // C
     ends = jnp.cumsum(per_slot, dtype=jnp.int32)
     index = jnp.arange(J, dtype=jnp.int32)
+    per_group = jnp.maximum(ends[-1], 1)
+    group, index = jax.lax.div(index, per_group), jax.lax.rem(index, per_group)
     slot = jnp.minimum(jnp.searchsorted(ends, index, side="right", method="compare_all").astype(jnp.int32), B - 1)
     offset = (index - (ends - per_slot)[slot]) * C
     size = jnp.clip(tokens[slot] - offset, 0, C)
@@ -126,8 +136,30 @@ def _worklist(
         "sink_visits": sink_visits,
         "start": start,
         "first_page": first_row // R,
+        "group": group,
     }
-    return jnp.stack([values[name].astype(jnp.int32) for name in FIELDS], axis=1), ends[-1]
+    return jnp.stack([values[name].astype(jnp.int32) for name in FIELDS], axis=1), ends[-1] * groups
+
+
+def _wide(x: jax.Array, lanes: int) -> jax.Array:
+    """The last axis, filled up with zeros."""
+    return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, lanes - x.shape[-1])])
+
+
+def _tall(x: jax.Array, rows: int) -> jax.Array:
+    """The axis before the last, filled up with zeros."""
+    return jnp.pad(x, [(0, 0)] * (x.ndim - 2) + [(0, rows - x.shape[-2]), (0, 0)])
+
+
+def _tiles(lanes: int) -> int:
+    """Lanes, made a multiple of 128."""
+    return -(-lanes // LANES) * LANES
+
+
+def expands(lanes: Lanes, heads: int, dtype: jnp.dtype) -> bool:
+    """Whether latents can be expanded here: they fill whole tiles, and heads whole groups and words."""
+    group = min(HEADS, heads)
+    return lanes.value_dim % LANES == 0 and heads % group == 0 and group * dtype.itemsize % 4 == 0
 
 
 def attend_chunks(
@@ -146,6 +178,7 @@ def attend_chunks(
     sinks: jax.Array | None = None,
     slopes: jax.Array | None = None,
     tree: jax.Array | None = None,
+    up: jax.Array | None = None,
     blocks: tuple[int, int] | None = None,
     interpret: bool | pltpu.InterpretParams = False,
 ) -> tuple[jax.Array, jax.Array | None]:
@@ -167,16 +200,30 @@ def attend_chunks(
       sinks: (N,) float32 logits that join the softmax denominator only.
       slopes: (N,) float32 of ALiBi.
       tree: (T, W) int32: bit j of token i's words tells whether it sees its slot's new token j.
+      up: (N, h + Hv, latent) of latent pages: q is then (T, N, h + r), as it comes, and out (T, N, Hv padded to a
+        multiple of 128). Only where `expands`, and without sinks and slopes.
       blocks: (C, S), to override the sizes of query and KV blocks.
       interpret: as in pallas_call.
 
     Returns:
       (out, lse).
     """
-    T, N, KW = q.shape
     _, tiles, R, _ = pages.shape
     M = table.shape[1]
-    K, VW, units = lanes.kv_heads, lanes.value_width, lanes.units
+    heads = lanes  # where they lie in what is multiplied
+    if up is not None:
+        if sinks is not None or slopes is not None:
+            raise NotImplementedError("sinks or slopes with expanded latents")
+        r = lanes.key_dim - lanes.value_dim
+        h = q.shape[2] - r
+        hp, vp, rp = _tiles(h), _tiles(up.shape[1] - h), _tiles(r)
+        q = jnp.concatenate([_wide(q[..., :h], hp), _wide(q[..., h:], rp)], axis=-1)
+        up = jnp.concatenate([_tall(up[:, :h], hp), _tall(up[:, h:], vp)], axis=1)
+        heads = Lanes(min(HEADS, q.shape[1]), hp + rp, vp)
+    T, _, KW = q.shape
+    K, VW, units = heads.kv_heads, heads.value_width, heads.units
+    groups = 1 if up is None else q.shape[1] // K
+    N = q.shape[1] // groups  # heads of a query block
     group = N // K
     if R * pages.dtype.itemsize < 32:
         raise NotImplementedError(f"pages of {R} rows of {pages.dtype} do not fill the tiles of 32 / itemsize rows")
@@ -212,10 +259,11 @@ def attend_chunks(
     least = 16
     while _split(units, group, least) is None:
         least *= 2
-    C = max(min(LONGEST, 1 << (max(T, 1) - 1).bit_length()), least)
+    longest, S = tpu_sizes.chunk_limits(lanes, N, pages)
+    longest = longest if up is None else EXPANDED
+    C = max(min(longest, 1 << (max(T, 1) - 1).bit_length()), least)
     while C * token > BUDGET and least < C:
         C //= 2
-    S = TOKENS
     while S > LANES and 2 * S * tiles * LANES * pages.dtype.itemsize > KV_BUDGET:
         S //= 2
     if blocks is not None:
@@ -230,7 +278,7 @@ def attend_chunks(
 
     if T < C:
         q = jnp.pad(q, [(0, C - T), (0, 0), (0, 0)])
-    work, used = _worklist(lengths, row_starts, wanted, spec, tree is not None, T, C, S, R, M)
+    work, used = _worklist(lengths, row_starts, wanted, spec, tree is not None, T, C, S, R, M, groups)
     table = jnp.pad(table, [(0, 0), (0, -M % LANES)]).reshape(-1, 1, LANES)  # rows that a DMA may fetch into SMEM
 
     def rows_of(x: jax.Array) -> jax.Array:
@@ -259,8 +307,14 @@ def attend_chunks(
         "q_sem": pltpu.SemaphoreType.DMA,
         "out_sem": pltpu.SemaphoreType.DMA,
     }
-    if pages.dtype != dtype:
-        scratch["keys"] = pltpu.VMEM((S, KW), dtype)
+    if pages.dtype != dtype or up is not None:
+        scratch["keys"] = pltpu.VMEM((S, KW if up is None else KW + VW), dtype)
+    if up is not None:
+        operands["up"] = up.astype(dtype), any_
+        scratch["up_buf"] = pltpu.VMEM((2, K, *up.shape[1:]), dtype)
+        scratch["up_sem"] = pltpu.SemaphoreType.DMA((2,))
+        if pages.dtype != dtype:
+            scratch["latents"] = pltpu.VMEM((S, tiles * LANES), dtype)
     by_page = scales is not None and scales.ndim == 2
     if scales is not None:
         if by_page:  # scalars
@@ -290,7 +344,7 @@ def attend_chunks(
     kernel = functools.partial(
         _kernel,
         names=("used", "work", *operands, *results, *scratch),
-        lanes=lanes,
+        lanes=heads,
         spec=spec,
         dtype=dtype,
         N=N,
@@ -387,42 +441,72 @@ def _kernel(
             copies += [pltpu.make_async_copy(ref.scales.at[page], ref.scale_buf.at[into, p], ref.page_sem.at[into])]
         return copies
 
-    def fetch_pages(j, i, into):
+    def each_page(j, i, act):
+        """act(p, its place in the fetched row of the table) for each page p of the visit's block that is seen."""
         start, sink_pages, first, last = page_range(j, i)
 
-        def fetch(p, _):
+        def visit_page(p, _):
             page = start + p
 
             @pl.when(((page >= first) | (page < sink_pages)) & (page <= last))
-            def start_page():
-                physical = ref.table_buf[into, 0, jax.lax.rem(start, LANES) + p]
-                for copy in page_copies(into, physical, p):
-                    copy.start()
+            def _():
+                act(p, jax.lax.rem(start, LANES) + p)
 
             return 0
 
-        jax.lax.fori_loop(0, per_block, fetch, 0)
+        jax.lax.fori_loop(0, per_block, visit_page, 0)
+
+    def fetch_pages(j, i, into):
+        def start_page(p, entry):
+            for copy in page_copies(into, ref.table_buf[into, 0, entry], p):
+                copy.start()
+
+        each_page(j, i, start_page)
 
     def wait_pages(j, i, into):
-        start, sink_pages, first, last = page_range(j, i)
+        def wait_page(*_):
+            for copy in page_copies(into, 0, 0):
+                copy.wait()
 
-        def wait(p, _):
-            page = start + p
+        each_page(j, i, wait_page)
 
-            @pl.when(((page >= first) | (page < sink_pages)) & (page <= last))
-            def wait_page():
-                for copy in page_copies(into, 0, 0):
-                    copy.wait()
-
-            return 0
-
-        jax.lax.fori_loop(0, per_block, wait, 0)
+    def own_heads(x, j):
+        """Of an array (T, heads, …), those of the query block's group."""
+        if x.shape[1] == N:
+            return x
+        return x.at[:, pl.ds(pl.multiple_of(field(j, "group") * N, N), N)]
 
     def query_copies(j):
-        copies = [pltpu.make_async_copy(ref.q.at[pl.ds(field(j, "base"), C)], ref.q_buf, ref.q_sem)]
+        copies = [pltpu.make_async_copy(own_heads(ref.q, j).at[pl.ds(field(j, "base"), C)], ref.q_buf, ref.q_sem)]
         if "tree" in have:
             copies += [pltpu.make_async_copy(ref.tree.at[j], ref.tree_buf, ref.q_sem)]
         return copies
+
+    def up_copy(j):
+        into = field(j, "group") & 1
+        mine = ref.up.at[pl.ds(field(j, "group") * K, K)]
+        return pltpu.make_async_copy(mine, ref.up_buf.at[into], ref.up_sem.at[into])
+
+    def first_of_group(j):
+        return (j == 0) | (field(j, "group") != field(jnp.maximum(j - 1, 0), "group"))
+
+    def start_queries(j):
+        for copy in query_copies(j):
+            copy.start()
+        if "up" in have:
+
+            @pl.when(first_of_group(j))
+            def _():
+                up_copy(j).start()
+
+    def wait_queries(j):
+        for copy in query_copies(j):
+            copy.wait()
+        if "up" in have:
+
+            @pl.when(first_of_group(j))
+            def _():
+                up_copy(j).wait()
 
     def each_store(j, act):
         """Acts on the copies of a query block's own rows, in pieces of static size."""
@@ -436,7 +520,8 @@ def _kernel(
             def _():
                 for name in ("out", "lse") if "lse" in have else ("out",):
                     mine = getattr(ref, f"{name}_buf").at[pl.ds(place, rows)]
-                    act(pltpu.make_async_copy(mine, getattr(ref, name).at[pl.ds(base + place, rows)], ref.out_sem))
+                    there = own_heads(getattr(ref, name), j).at[pl.ds(base + place, rows)]
+                    act(pltpu.make_async_copy(mine, there, ref.out_sem))
 
         for bit in range(min(C, T).bit_length()):
             piece(1 << bit)
@@ -556,6 +641,27 @@ def _kernel(
     def widen(x):
         return x if x.dtype == dtype else x.astype(jnp.float32).astype(dtype)
 
+    def read_latents(into, piece):
+        """(tokens, latent) of the KV block."""
+        count = ref.up_buf.shape[-1] // LANES
+        if "latents" in have:
+            return ref.latents[piece, : count * LANES]
+        return jnp.concatenate([ref.page_buf[into, tile, piece] for tile in range(count)], axis=-1)
+
+    def prepare_latents(into):
+        """What all heads share: the rotated keys, and latents that were not stored as they are multiplied."""
+        tiles, count = ref.page_buf.shape[1], ref.up_buf.shape[-1] // LANES
+        scale = scale_of(into, [0], LANES, 0, LANES).T if "scales" in have else None
+        for tile in range(tiles):
+            x = ref.page_buf[into, tile]
+            if scale is not None:
+                x = x.astype(jnp.float32) * scale
+            if "latents" in have:
+                ref.latents[:, tile * LANES : (tile + 1) * LANES] = x.astype(jnp.float32).astype(dtype)
+            if tile >= count:
+                start = ref.keys.shape[1] - (tiles - tile) * LANES
+                ref.keys[:, start : start + LANES] = x.astype(jnp.float32).astype(dtype)
+
     def attend_unit(unit: Unit, moved, steps, j, into, block, masked):
         """All chunks of a unit, `moved` times a step, on one KV block; `steps` are (new, old, buffer, old width)."""
         size = unit.heads[1] - unit.heads[0]
@@ -569,10 +675,18 @@ def _kernel(
             parts = [ref.page_buf[into, tile + k, piece] for k in range(count)]
             return jnp.concatenate(parts, axis=-1) if count > 1 else parts[0]
 
+        nope = ref.up_buf.shape[2] - vw if "up" in have else 0
+
         def read_keys(piece):
+            if "up" in have:  # (keys without position, values, rotated keys)
+                return jnp.concatenate([ref.keys[piece, :nope], ref.keys[piece, nope + vw :]], axis=1)
             return ref.keys[piece, :width] if "keys" in have else read_tiles(key_tile, width // LANES, piece)
 
-        if "keys" in have:
+        if "up" in have:
+            # Keys and values in one product, which fills an MXU of 256 × 256; its weights are `up`'s, not the latents.
+            made = product(read_latents(into, slice(0, S)), ref.up_buf[field(j, "group") & 1, head], ((1,), (1,)))
+            ref.keys[:, : made.shape[1]] = made.astype(dtype)
+        elif "keys" in have:
             keys = read_tiles(key_tile, width // LANES).astype(jnp.float32)
             if "scales" in have:
                 keys = keys * scale_of(into, [head + k for k in range(size)], lanes.key_dim, 0, width).T
@@ -593,10 +707,13 @@ def _kernel(
             if c == LAG - 1:  # the step above was the last to use the former unit's values
                 for start in range(0, S, PIECE):
                     piece = slice(start, min(start + PIECE, S))
-                    v = jnp.concatenate(
-                        [widen(ref.page_buf[into, value_tile + k, piece]).T for k in range(vw // LANES)], axis=0
-                    )
-                    if "scales" in have:
+                    if "up" in have:
+                        v = ref.keys[piece, nope : nope + vw].T
+                    else:
+                        v = jnp.concatenate(
+                            [widen(ref.page_buf[into, value_tile + k, piece]).T for k in range(vw // LANES)], axis=0
+                        )
+                    if "scales" in have and "up" not in have:
                         inner = lanes.value_start(unit.heads[0]) - unit.value[0]
                         where = K if not lanes.latent else 0
                         scale = scale_of(into, [where + head + k for k in range(size)], lanes.value_dim, inner, vw)
@@ -715,15 +832,13 @@ def _kernel(
 
     def query_block(j, count):
         """`count` KV blocks have been visited before."""
-        for copy in query_copies(j):
-            copy.wait()
+        wait_queries(j)
         load_queries()
         if "tree" not in have:  # else its words are still needed
 
             @pl.when(j + 1 < used)
             def _():
-                for copy in query_copies(j + 1):
-                    copy.start()
+                start_queries(j + 1)
 
         def clear(c, _):
             ref.top[c] = jnp.full((8, W), FLOOR, jnp.float32)
@@ -748,6 +863,8 @@ def _kernel(
                     table_copy(fj, fi, into).start()
 
             wait_pages(j, i, into)
+            if "up" in have:
+                prepare_latents(into)
             block = block_of(j, i)
             nearest = field(j, "position") + field(j, "skip")
             if "tree" in have:
@@ -782,15 +899,13 @@ def _kernel(
 
             @pl.when(j + 1 < used)
             def _():
-                for copy in query_copies(j + 1):
-                    copy.start()
+                start_queries(j + 1)
 
         return count + visits
 
     @pl.when(used > 0)
     def _():
-        for copy in query_copies(0):
-            copy.start()
+        start_queries(0)
         table_copy(0, 0, 0).start()
         table_copy(0, 0, 0).wait()
         fetch_pages(0, 0, 0)

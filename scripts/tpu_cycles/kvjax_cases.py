@@ -35,8 +35,12 @@ def _operands(call: Any, kernel_file: Any) -> dict[int, Sequence[int]]:
 def attention(
     kernel: str, tokens: int, context: int, page: int, storage: str = "bfloat16", kv_heads: int = 8,
     key_dim: int = 128, value_dim: int | None = None, heads: int = HEADS, latent: bool = False, sequences: int = 1,
+    up: tuple[int, int] | None = None,
 ) -> Case:  # fmt: skip
-    """The last `tokens` of `context` rows of each sequence, through `paged_attention`."""
+    """The last `tokens` of `context` rows of each sequence, through `paged_attention`.
+
+    up: of latents, a head's key numbers without position and its values: the call gets the projection that makes them.
+    """
     value_dim, width = value_dim or key_dim, -(-context // page)
 
     def attend(backend: str = "tpu"):
@@ -49,18 +53,20 @@ def attention(
         spec = AttentionSpec(key_dim**-0.5, latent=value_dim if latent else None, layout="joined", lanes=lanes)
         dtype = jnp.dtype(storage)
         scales = (sequences * width, kv_heads * (1 if latent else 2), page) if dtype.itemsize == 1 else None
+        own = key_dim if up is None else up[0] + key_dim - value_dim
         shapes = [
-            ((sequences * tokens, heads, key_dim), jnp.float32 if storage == "float32" else jnp.bfloat16),
+            ((sequences * tokens, heads, own), jnp.float32 if storage == "float32" else jnp.bfloat16),
             ((sequences * width, lanes.row // LANES, page, LANES), dtype),
             ((sequences, width), jnp.int32),
             ((sequences,), jnp.int32),
             ((sequences + 1,), jnp.int32),
             (scales, jnp.float32),
+            (None if up is None else (heads, sum(up), value_dim), jnp.bfloat16),
         ]
 
-        def run(q, pages, table, lengths, starts, scales):
+        def run(q, pages, table, lengths, starts, scales, up):
             return paged_attention(
-                q, pages, None, table, lengths, starts, spec, scales=scales, max_query=tokens, with_lse=False,
+                q, pages, None, table, lengths, starts, spec, scales=scales, up=up, max_query=tokens, with_lse=False,
                 backend=backend,
             )  # fmt: skip
 
@@ -85,23 +91,25 @@ def attention(
         arrays[4] = jnp.arange(sequences + 1, dtype=jnp.int32) * tokens
         if tokens == 1:
             return _operands(lambda: run(*arrays), tpu_decode)
-        out = jnp.zeros((sequences * tokens, heads, Lanes(kv_heads, key_dim, value_dim, latent).value_width)), None
+        lanes = Lanes(kv_heads, key_dim, value_dim, latent)
+        out = jnp.zeros((sequences * tokens if up is None else sequences, heads, lanes.value_width)), None
         with mock.patch("kvjax.pallas_kernels.paged_attention.tpu.attend_rows", lambda *_, **__: out):
             return _operands(lambda: run(*arrays), tpu_chunks)
 
     pairs = tokens * (context - tokens) + tokens * (tokens + 1) // 2
+    numbers = key_dim + value_dim if up is None else up[0] + key_dim - value_dim + up[1]
     length = f"decode {context}" if tokens == 1 else f"prefill {tokens} on {context - tokens}"
     return Case(
-        kernel,
+        kernel if up is None else f"{kernel}_expanded",
         f"{heads}/{kv_heads} x {key_dim} {length}",
         storage,
         page,
         "kvjax_attend_rows" if tokens == 1 else "kvjax_attend_chunks",
         compile,
         operands,
-        sequences * 2 * heads * (key_dim + value_dim) * pairs,
+        sequences * 2 * heads * numbers * pairs,
         sequences,
-        note="latent" if latent else "",
+        note="" if not latent else "latent" if up is None else "latent, expanded",
     )
 
 
@@ -111,8 +119,8 @@ def kvjax_cases() -> Iterator[Case]:
     def decode(page: int, storage: str = "bfloat16", context: int = CONTEXT, **shape: Any) -> Case:
         return attention("kvjax_decode", 1, context, page, storage, sequences=SEQUENCES, **shape)
 
-    def prefill(page: int, storage: str = "bfloat16", **shape: Any) -> Case:
-        return attention("kvjax_prefill", CHUNK, CONTEXT + CHUNK, page, storage, **shape)
+    def prefill(page: int, storage: str = "bfloat16", tokens: int = CHUNK, **shape: Any) -> Case:
+        return attention("kvjax_prefill", tokens, CONTEXT + tokens, page, storage, **shape)
 
     mla: dict[str, Any] = {"kv_heads": 1, "key_dim": 576, "value_dim": 512, "latent": True}
     for page in (16, 32, 64, 128, 256):
@@ -132,4 +140,8 @@ def kvjax_cases() -> Iterator[Case]:
     for storage in ("int8", "float8_e4m3fn"):
         yield prefill(128, storage)
     yield prefill(128, key_dim=64)
-    yield prefill(128, heads=16, **mla)
+    for heads in (16, 128):
+        yield prefill(128, heads=heads, **mla)
+        yield prefill(128, heads=heads, up=(128, 128), **mla)
+    yield prefill(128, tokens=2048, heads=16, **mla)
+    yield prefill(128, tokens=2048, heads=16, up=(128, 128), **mla)
