@@ -101,6 +101,7 @@ def _kernel(
     by_page = has_scales and len(ref.scale_buffer.shape) == 4
     pages = blocks.block // rows
     walk = _Walk(spec, rows, pages)
+    some = min(pages, 8)  # pages of a block that is not full are fetched so many a round, while there are as many
     i, number = pl.program_id(0), ref.number[0]
 
     def table_copy(i, j, parity):
@@ -127,36 +128,43 @@ def _kernel(
             for copy in page_copies(page, parity, k):
                 copy.start()
 
+        def several(number, k, _):
+            for u in range(number):
+                fetch_page(k * number + u)
+
         @pl.when(count == pages)
         def fetch_full():
             unroll = min(pages, 16)
-
-            def several(k, _):
-                for u in range(unroll):
-                    fetch_page(k * unroll + u)
-
-            jax.lax.fori_loop(0, pages // unroll, several, None)
+            jax.lax.fori_loop(0, pages // unroll, functools.partial(several, unroll), None)
 
         @pl.when(count < pages)
         def fetch_some():
-            jax.lax.fori_loop(0, count, lambda k, _: fetch_page(k), None)
+            whole = jax.lax.div(count, jnp.int32(some))
+            jax.lax.fori_loop(0, whole, functools.partial(several, some), None)
+            jax.lax.fori_loop(whole * some, count, lambda k, _: fetch_page(k), None)
 
     def arrive(count, parity):
+        def wait(number):
+            """For a number of pages, whichever they are: a semaphore counts bytes."""
+            place = pl.ds(0, number * rows)
+            buffers = [(ref.buffer.at[parity, :, place], ref.page_sems.at[parity])]
+            if has_scales:
+                target = (
+                    ref.scale_buffer.at[parity, pl.ds(0, number)] if by_page else ref.scale_buffer.at[parity, :, place]
+                )
+                buffers.append((target, ref.scale_sems.at[parity]))
+            for buffer, semaphore in buffers:
+                pltpu.make_async_copy(buffer, buffer, semaphore).wait()
+
         @pl.when(count == pages)
         def wait_full():
-            pltpu.make_async_copy(ref.buffer.at[parity], ref.buffer.at[parity], ref.page_sems.at[parity]).wait()
-            if has_scales:
-                pltpu.make_async_copy(
-                    ref.scale_buffer.at[parity], ref.scale_buffer.at[parity], ref.scale_sems.at[parity]
-                ).wait()
+            wait(pages)
 
         @pl.when(count < pages)
         def wait_some():
-            def wait(k, _):
-                for copy in page_copies(0, parity, k):
-                    copy.wait()
-
-            jax.lax.fori_loop(0, count, wait, None)
+            whole = jax.lax.div(count, jnp.int32(some))
+            jax.lax.fori_loop(0, whole, lambda k, _: wait(some), None)
+            jax.lax.fori_loop(whole * some, count, lambda k, _: wait(1), None)
 
     def after(i, j):
         """The block after block j of slot i; slot `number` where there is none."""
