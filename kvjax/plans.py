@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,8 +17,8 @@ from kvjax import sampling
 from kvjax import state as engine_state
 from kvjax.cache import CacheConfig
 from kvjax.errors import RequestError
+from kvjax.pallas_kernels import Lanes, default_backend, default_layout
 from kvjax.pallas_kernels import check as check_pages
-from kvjax.pallas_kernels import default_backend, default_layout
 from kvjax.sampling_params import SamplingParams
 from kvjax.state import EngineState, Program
 from kvjax.types import Family, Params
@@ -210,14 +211,41 @@ def backend_of(model: Model, options: Options) -> str:
     """The attention backend of a job. Kernels run on one device; over a mesh XLA divides the work."""
     if options.backend is not None:
         return options.backend
-    return default_backend() if model.mesh is None else "xla"
+    if model.mesh is not None:
+        return "xla"
+    backend = default_backend()
+    if backend == "gpu":  # whose kernels do not read every cache
+        try:
+            _check(model, options, backend)
+        except NotImplementedError as error:
+            _say_once(f"attention runs as plain XLA: {error}")
+            return "xla"
+    return backend
+
+
+@functools.cache
+def _say_once(text: str) -> None:
+    logging.getLogger(__name__).warning(text)
+
+
+def _check(model: Model, options: Options, backend: str) -> None:
+    """Raises NotImplementedError for a cache that the backend cannot read, with the reason."""
+    layout, rows = options.layout or default_layout(backend), _rows(model, options, backend)
+    for spec in dict.fromkeys(model.family.kv_specs(model.config, model.storage)):
+        lanes = Lanes(spec.kv_heads, spec.key_dim, spec.value_dim, spec.latent)
+        check_pages(backend, layout, rows, spec.storage, lanes, model.dtype)
 
 
 def rows_of(model: Model, options: Options) -> int:
-    """R of a job's pages: 64, but of codes 128 for the TPU's kernels, which apply scales to so many rows at once."""
+    """R of a job's pages."""
+    return _rows(model, options, backend_of(model, options))
+
+
+def _rows(model: Model, options: Options, backend: str) -> int:
+    """64, but of codes 128 for the TPU's kernels, which apply scales to so many rows at once."""
     if options.rows is not None:
         return options.rows
-    return 128 if backend_of(model, options).startswith("tpu") and jnp.dtype(model.storage).itemsize == 1 else 64
+    return 128 if backend.startswith("tpu") and jnp.dtype(model.storage).itemsize == 1 else 64
 
 
 def layout_of(model: Model, options: Options) -> str:
@@ -227,7 +255,12 @@ def layout_of(model: Model, options: Options) -> str:
 
 def cache_config(model: Model, slots: int, longest: int, options: Options) -> CacheConfig:
     """A cache as large as so many sequences of this length can fill, within `kv_bytes`. Raises RequestError."""
-    rows = rows_of(model, options)
+    backend = backend_of(model, options)
+    try:
+        _check(model, options, backend)
+    except NotImplementedError as error:
+        raise RequestError(f"{error}: choose other rows, another storage or layout, or backend='xla'.") from error
+    rows = _rows(model, options, backend)
     per_slot = power_of_two(-(-longest // rows))
     config = CacheConfig(
         model.family.kv_specs(model.config, model.storage),
@@ -237,11 +270,6 @@ def cache_config(model: Model, slots: int, longest: int, options: Options) -> Ca
         stacked=model.stacked,
         layout=layout_of(model, options),
     )
-    try:
-        for spec in config.groups:
-            check_pages(backend_of(model, options), config.layout, config.rows, spec.storage)
-    except NotImplementedError as error:
-        raise RequestError(f"{error}: choose other rows, another storage or layout, or backend='xla'.") from error
     if model.stacked and len(config.groups) > 1:
         raise RequestError("Layers with different caches cannot be scanned: load with layers='unrolled'.")
     affordable = options.kv_bytes // config.page_bytes

@@ -1,7 +1,8 @@
 """The store: how K and V rows lie in pages. Only this file and the attention backends know the layout.
 
     head_major    K (P, K, H, R), V (P, K, R, H): q·K and p·V are then products of a CPU's natural form, row by row
-    token_major   K and V (P, R, K, H): a token's row is whole (K, H) tiles, which XLA writes on a TPU in place
+    token_major   K and V (P, R, K, H): a token's row is whole (K, H) tiles, which XLA writes on a TPU in place, and
+                  what the GPU's kernels read
     joined        K and V in one array (P, C, R, 128), see joined.py: what the TPU's kernels read and write
 
 (docs/decisions.md, "Layout of the pages"). Latent pages (MLA) have keys only, whose first numbers are the values.
@@ -22,6 +23,8 @@ def default_layout(backend: str = "xla") -> str:
     """The layout that suits an attention backend on the default platform."""
     if backend.startswith("tpu"):
         return "joined"
+    if backend.startswith("gpu"):
+        return "token_major"
     return "head_major" if jax.default_backend() == "cpu" else "token_major"
 
 

@@ -2,27 +2,63 @@
 
 from __future__ import annotations
 
+import functools
+import logging
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from kvjax.pallas_kernels.joined import Lanes
 from kvjax.pallas_kernels.paged_attention import latent, reference, tpu, xla
 from kvjax.pallas_kernels.paged_attention.spec import AttentionSpec
 
-BACKENDS = ("reference", "xla", "tpu", "tpu_interpret")
+BACKENDS = ("reference", "xla", "tpu", "tpu_interpret", "gpu", "gpu_interpret")
 
 
 def default_backend() -> str:
     """The backend that suits the default platform, on one device."""
-    return "tpu" if jax.default_backend() == "tpu" else "xla"
+    platform = jax.default_backend()
+    return _gpu_backend() if platform == "gpu" else "tpu" if platform == "tpu" else "xla"
 
 
-def check(backend: str, layout: str, rows: int, storage: str) -> None:
-    """Raises NotImplementedError, with the reason, for a cache that a backend cannot read."""
+@functools.cache
+def _gpu_backend() -> str:
+    """The kernels on Hopper; XLA on other GPUs, which is said once."""
+    device = jax.devices()[0]
+    capability = str(getattr(device, "compute_capability", ""))
+    if capability.startswith("9."):
+        return "gpu"
+    logging.getLogger(__name__).warning(
+        "%s (compute capability %s): attention runs as plain XLA; the kernels are for Hopper, 9.0",
+        device.device_kind,
+        capability or "unknown",
+    )
+    return "xla"
+
+
+def check(
+    backend: str, layout: str, rows: int, storage: str, lanes: Lanes | None = None, queries: str = "bfloat16"
+) -> None:
+    """Raises NotImplementedError, with the reason, for a cache that a backend cannot read.
+
+    Args:
+      backend: one of BACKENDS.
+      layout: of the pages.
+      rows: R.
+      storage: name of the pages' dtype.
+      lanes: the heads of a row, whatever the layout; not checked where None.
+      queries: name of the dtype of q.
+    """
     dtype = jnp.dtype(storage)
     if backend.startswith("tpu"):
         tpu.check(layout, rows, dtype, scaled=dtype.itemsize == 1)
+    if backend.startswith("gpu"):
+        from kvjax.pallas_kernels.paged_attention import gpu
+
+        gpu.check(layout, rows, dtype)
+        if lanes is not None:
+            gpu.check_heads(lanes.key_dim, lanes.value_dim, lanes.latent, dtype, jnp.dtype(queries))
 
 
 def paged_attention(
@@ -69,8 +105,9 @@ def paged_attention(
         chooses its form: absorbed into q and out, or the latents expanded (`latent.py`).
       max_query: static; no slot has more tokens than this. 1 for a decode step.
       with_lse: static; a kernel has less to write without.
-      backend: "xla"; "tpu"; "tpu_interpret" for the TPU's kernels interpreted on a CPU; "reference" for the oracle.
-        None: "tpu" for joined pages on a TPU, else "xla".
+      backend: "xla"; "tpu"; "gpu" (docs/gpu.md); "tpu_interpret" and "gpu_interpret" for these kernels interpreted on
+        a CPU; "reference" for the oracle. None: "tpu" for joined pages on a TPU, "gpu" for token-major ones on Hopper,
+        else "xla".
 
     Returns:
       out (T, N, Hv) in q's dtype, and lse (T, N) float32, the natural log of the softmax denominator, everything
@@ -100,7 +137,9 @@ def paged_attention(
     if q.shape[1] % kv_heads:
         raise ValueError(f"{q.shape[1]} query heads do not divide into {kv_heads} kv heads")
     if backend is None:
-        backend = default_backend() if spec.layout == "joined" else "xla"
+        backend = default_backend()
+        if spec.layout != {"tpu": "joined", "gpu": "token_major"}.get(backend):
+            backend = "xla"
     h = 0
     if up is not None:
         if spec.latent is None:
@@ -114,7 +153,14 @@ def paged_attention(
         )  # fmt: skip
     if up is not None and backend != "reference":
         q = latent.absorbed(q, up, h)
-    if backend == "xla":
+    if backend in ("gpu", "gpu_interpret"):
+        from kvjax.pallas_kernels.paged_attention import gpu  # only here: it needs Mosaic GPU
+
+        out, lse = gpu.paged_attention(
+            q, k_pages, v_pages, table, lengths, row_starts, spec, max_query, sinks, slopes, tree, scales,
+            interpret=backend == "gpu_interpret",
+        )  # fmt: skip
+    elif backend == "xla":
         out, lse = xla.paged_attention(
             q, k_pages, v_pages, table, lengths, row_starts, spec, max_query, sinks, slopes, tree, scales
         )

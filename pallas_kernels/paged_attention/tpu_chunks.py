@@ -449,7 +449,7 @@ def _kernel(
             page = start + p
 
             @pl.when(((page >= first) | (page < sink_pages)) & (page <= last))
-            def _():
+            def act_on_page():
                 act(p, jax.lax.rem(start, LANES) + p)
 
             return 0

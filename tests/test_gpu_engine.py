@@ -1,0 +1,64 @@
+"""The GPU's kernels in the engine, interpreted on a CPU, and when the engine takes them."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from engines import tiny, tokens
+from test_gpu_kernels import interpreted
+
+from kvjax import plans
+from kvjax.checkpoints.place import init_params
+from kvjax.errors import RequestError
+from kvjax.models.llama import LLAMA
+from kvjax.plans import Model, Options
+from kvjax.sampling_params import SamplingParams
+
+CONFIG = {
+    **{"architectures": ["LlamaForCausalLM"], "vocab_size": 320, "hidden_size": 64, "intermediate_size": 96},
+    **{"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64},
+    **{"max_position_embeddings": 512, "rms_norm_eps": 1e-5, "hidden_act": "silu"},
+}
+
+
+def llama(storage: str = "bfloat16") -> Model:
+    """Random, with heads of 64; in bfloat16."""
+    config = LLAMA.config(CONFIG, None)
+    params = init_params(jax.random.key(0), LLAMA.abstract(config), dtype=jnp.bfloat16)
+    return Model(LLAMA, config, params, (), [b"?"] * config.vocab, "bfloat16", storage, False)
+
+
+@interpreted
+@pytest.mark.slow
+@pytest.mark.parametrize("storage", ["bfloat16", "int8"])
+def test_the_engine_gives_the_same_tokens(storage):
+    """Chunked prompts, refilled slots, shared pages: the kernels' tokens are those of plain jnp, but for near ties."""
+    prompts = [np.random.default_rng(n).integers(4, 320, n).tolist() for n in (5, 1, 17, 40, 3)]
+    prompts.append([*prompts[3][:36], 7, 8])
+    model, options = llama(storage), {"slots": 4, "packed": 16, "rows": 16}
+    greedy = SamplingParams(max_new_tokens=8)
+    want = tokens(model, prompts, greedy, layout="token_major", **options)
+    got = tokens(model, prompts, greedy, backend="gpu_interpret", **options)
+    same = sum(a == b for x, y in zip(got, want, strict=True) for a, b in zip(x, y, strict=True))
+    assert same >= 0.85 * sum(map(len, want))
+
+
+@interpreted
+def test_the_engine_takes_the_kernels_for_what_they_read(monkeypatch, caplog):
+    monkeypatch.setattr(plans, "default_backend", lambda: "gpu")
+    plans._say_once.cache_clear()
+    assert plans.backend_of(llama(), Options()) == plans.backend_of(llama("int8"), Options()) == "gpu"
+    assert plans.layout_of(llama(), Options()) == "token_major" and plans.rows_of(llama(), Options()) == 64
+    assert not caplog.records
+    narrow = tiny("tiny_llama")  # heads of 16 in float32
+    for _ in range(2):
+        assert plans.backend_of(narrow, Options()) == "xla"
+    (record,) = caplog.records
+    assert record.message.startswith("attention runs as plain XLA: the GPU's kernels read bfloat16, float16, int8, ")
+    assert record.message.endswith("these pages hold float32, which wgmma does not multiply")
+    assert plans.backend_of(llama(), Options(rows=24)) == "xla"
+
+
+def test_what_the_kernels_do_not_read_is_refused_when_asked_for():
+    with pytest.raises(RequestError, match=r"these pages hold float32.*choose other rows, another storage or layout"):
+        tokens(tiny("tiny_llama"), [[5]], SamplingParams(max_new_tokens=1), backend="gpu_interpret")
