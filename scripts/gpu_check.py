@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import os
 import pathlib
 import sys
 import time
@@ -341,6 +342,8 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=8.0, help="time in all")
     parser.add_argument("--interpret", action="store_true", help="the suite alone, interpreted on a CPU (JAX 0.12)")
     how = parser.parse_args()
+    if how.interpret:  # on one device of two cores the interpreter's threads can starve the arrays they wait for
+        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
     device = jax.devices()[0]
     if device.platform != "gpu" and not how.interpret:
         raise SystemExit(

@@ -166,7 +166,6 @@ MORE = {
     "v3's latent": Shape(128, 1, 576, 512, spec=LATENT, max_query=1),
     "v3's latent, expanded": Shape(128, 1, 576, 512, spec=LATENT, max_query=2048, up=(128, 128)),
     "int8 latent, expanded": Shape(16, 1, 576, 512, "int8", spec=LATENT, scales=3, up=(128, 128)),
-    "float32 latent, expanded": Shape(16, 1, 576, 512, "float32", spec=LATENT, up=(128, 128)),
     "decode of every feature": Shape(spec=EVERYTHING, sinks=True, slopes=True, max_query=1),
 }
 TABLES = {

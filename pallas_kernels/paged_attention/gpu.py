@@ -29,8 +29,8 @@ def check(layout: str, rows: int, storage: jnp.dtype) -> None:
             f"pages of {rows} rows: the GPU's kernels read {tiles.BLOCK} rows at once, from pages of 8, 16, 32 or a "
             f"multiple of {tiles.BLOCK}"
         )
-    if not hasattr(tiles.plgpu, "InterpretGPUParams"):
-        raise NotImplementedError("the GPU's kernels need JAX 0.11 to be compiled, 0.12 to be interpreted")
+    if jax.__version_info__ < (0, 11):
+        raise NotImplementedError(f"the GPU's kernels need JAX 0.11 or newer; this is {jax.__version__}")
 
 
 def check_heads(H: int, Hv: int, latent: bool, storage: jnp.dtype, queries: jnp.dtype) -> None:
@@ -86,6 +86,8 @@ def paged_attention(
     check_heads(k_pages.shape[-1], Hv, spec.latent is not None, k_pages.dtype, q.dtype)
     if tree is not None and max_query > LONGEST_TREE:
         raise NotImplementedError(f"trees of {max_query} tokens: shared memory holds masks of {LONGEST_TREE}")
+    if interpret and jax.__version_info__ < (0, 12):
+        raise NotImplementedError(f"the GPU's kernels are interpreted by JAX 0.12 or newer; this is {jax.__version__}")
     how = tiles.interpret_params() if interpret else None
     T, B = q.shape[0], table.shape[0]
     codes = tiles.bits_of(k_pages.dtype) < 16

@@ -24,7 +24,7 @@ from kvjax.pallas_kernels.paged_attention import gpu_tiles as tiles
 from kvjax.pallas_kernels.paged_attention.gpu_decode import page_scales, scaled_logits
 from kvjax.pallas_kernels.paged_attention.gpu_tiles import BLOCK, FLOOR, LOG2E, MASKED, SHARED, Blocks, Ref, Walk, plgpu
 from kvjax.pallas_kernels.paged_attention.spec import AttentionSpec
-from kvjax.pallas_kernels.paged_attention.xla import _blocks
+from kvjax.pallas_kernels.paged_attention.xla import query_blocks
 
 ROWS = 64  # of a consumer: wgmma's M
 CONSUMERS = 2
@@ -309,7 +309,7 @@ def attend_chunks(
     g, per_kv, C, parts = block_shape(G, Hv, raw > 0)
     rows, groups = ROWS * CONSUMERS // parts, K * per_kv
     J = min(T, T // C + B)
-    blocks = _blocks(row_starts, lengths, wanted, C, J)
+    blocks = query_blocks(row_starts, lengths, wanted, C, J)
     tokens = row_starts[1:] - row_starts[:-1]
     new = (lengths - tokens)[blocks.slot]
     position = new + blocks.first - row_starts[blocks.slot]

@@ -40,7 +40,7 @@ class _Blocks(NamedTuple):
     used: jax.Array
 
 
-def _blocks(row_starts: jax.Array, lengths: jax.Array, wanted: jax.Array, block: int, count: int) -> _Blocks:
+def query_blocks(row_starts: jax.Array, lengths: jax.Array, wanted: jax.Array, block: int, count: int) -> _Blocks:
     """Cuts the tokens of the slots in (B,) bool `wanted` into blocks; `count` is a static bound on their number.
 
     Example: row_starts [0, 1, 1, 6], block 4, all wanted → slots [0, 2, 2], first tokens [0, 1, 5], sizes [1, 4, 1].
@@ -125,7 +125,7 @@ def _attend_blocks(
         row_slopes = jnp.tile(slopes.reshape(K, 1, G), (1, C, 1)).reshape(1, K, C * G, 1)
     if v_pages is None and head_major:
         v_rows = k_rows  # the first Hv numbers of the transposed keys
-    blocks = _blocks(row_starts, lengths, wanted, C, -(-most // tile) * tile)
+    blocks = query_blocks(row_starts, lengths, wanted, C, -(-most // tile) * tile)
 
     def attend_tile(i: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         out, lse = carry
