@@ -256,6 +256,14 @@ def test_refuses_what_a_tpu_cannot_read():
         assert plans.rows_of(tiny("tiny_llama", storage=storage), Options(backend=backend)) == rows
 
 
+def test_says_what_does_not_fit_vmem():
+    """DeepSeek-V3 with keys and values cached for every head."""
+    with pytest.raises(
+        NotImplementedError, match="prompts of 128 heads over 128 kv heads of 192 and 128 numbers"
+    ):
+        compiled("v5e", Shape(128, 128, 192, 128))
+
+
 def test_agrees_with_jax_own_ragged_paged_attention():
     """Decode rows and a chunk, a window and a soft cap, against JAX's reference of its own kernel."""
     case = dataclasses.replace(Case((70, 33, 64), (1, 20, 1), heads=8, dim=128, value_dim=128, rows=16), padding=0)

@@ -45,6 +45,7 @@ LAG = 2  # steps between a chunk's scores and their softmax
 WIDTH = 256  # W of a chunk, where it divides: the width of the largest MXU
 EXPANDED = 1024  # C at most where latents are expanded, once for each query block: docs/performance.md has other sizes
 BUDGET = 32 << 20  # bytes of VMEM for what grows with C
+VMEM = 56 << 20  # bytes, of 64 MiB of a core of a TPU7x
 KV_BUDGET = 16 << 20  # and for the two KV blocks
 HEADS = 8  # of a group that shares expanded latents: a tile of sublanes, so that a DMA can take it out of q
 
@@ -341,6 +342,13 @@ def attend_chunks(
     for name, x in results.items():
         operands[f"{name}_before"] = x, any_
 
+    held = [x for x in scratch.values() if getattr(x, "memory_space", None) == pltpu.VMEM]
+    needed = sum(math.prod(x.shape) * jnp.dtype(x.dtype).itemsize for x in held)
+    if needed > VMEM:
+        raise NotImplementedError(
+            f"prompts of {N} heads over {K} kv heads of {lanes.key_dim} and {lanes.value_dim} numbers in pages of {R} "
+            f"rows of {pages.dtype}: a query block and two KV blocks take {needed >> 20} MiB of VMEM, and there are {VMEM >> 20}"
+        )
     kernel = functools.partial(
         _kernel,
         names=("used", "work", *operands, *results, *scratch),
@@ -369,7 +377,7 @@ def attend_chunks(
         ),
         out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in results.values()],
         input_output_aliases={2 + len(operands) - len(results) + i: i for i in range(len(results))},
-        compiler_params=pltpu.CompilerParams(vmem_limit_bytes=56 << 20, disable_bounds_checks=True),
+        compiler_params=pltpu.CompilerParams(vmem_limit_bytes=VMEM, disable_bounds_checks=True),
         interpret=interpret,
     )(used.reshape(1), work.reshape(-1), *(x for x, _ in operands.values()))
     return done[0], done[1] if lse is not None else None
