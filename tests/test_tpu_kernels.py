@@ -258,9 +258,7 @@ def test_refuses_what_a_tpu_cannot_read():
 
 def test_says_what_does_not_fit_vmem():
     """DeepSeek-V3 with keys and values cached for every head."""
-    with pytest.raises(
-        NotImplementedError, match="prompts of 128 heads over 128 kv heads of 192 and 128 numbers"
-    ):
+    with pytest.raises(NotImplementedError, match="prompts of 128 heads over 128 kv heads of 192 and 128 numbers"):
         compiled("v5e", Shape(128, 128, 192, 128))
 
 

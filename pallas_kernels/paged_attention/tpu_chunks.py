@@ -347,7 +347,7 @@ def attend_chunks(
     if needed > VMEM:
         raise NotImplementedError(
             f"prompts of {N} heads over {K} kv heads of {lanes.key_dim} and {lanes.value_dim} numbers in pages of {R} "
-            f"rows of {pages.dtype}: a query block and two KV blocks take {needed >> 20} MiB of VMEM, and there are {VMEM >> 20}"
+            f"rows of {pages.dtype}: a query block and two KV blocks take {needed >> 20} of {VMEM >> 20} MiB of VMEM"
         )
     kernel = functools.partial(
         _kernel,
