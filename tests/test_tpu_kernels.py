@@ -178,7 +178,9 @@ QUICK_CALLS = [
     pytest.param(shape, name, id=f"{label}-{name}", marks=[] if quick else [pytest.mark.slow])
     for label, shape in QUICK.items()
     for name in CHIPS
-    for quick in [label == "llama 3" or (name == "7x" and not label.startswith("latent")) or (name, label) == ("v5e", "int8")]
+    for quick in [
+        label == "llama 3" or (name == "7x" and not label.startswith("latent")) or (name, label) == ("v5e", "int8")
+    ]
 ]
 
 
