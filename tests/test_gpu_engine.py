@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from engines import tiny, tokens
 from jax.sharding import NamedSharding, PartitionSpec
-from test_gpu_kernels import interpreted
+from test_gpu_kernels import compilable, interpreted
 from test_program import SMALL_LLAMA_3, compile_run, copies_as_large_as, on, page_elements, within_the_loop
 
 from kvjax import plans
@@ -71,9 +71,8 @@ def test_what_the_kernels_do_not_read_is_refused_when_asked_for():
         tokens(tiny("tiny_llama"), [[5]], SamplingParams(max_new_tokens=1), backend="gpu_interpret")
 
 
-@interpreted
+@compilable
 @pytest.mark.slow
-@pytest.mark.skipif(gpu_aot.missing() is not None, reason=str(gpu_aot.missing()))
 def test_the_loop_compiles_for_an_h200():
     """Four layers with Llama-3-8B's attention, 64 slots of 4,096 tokens: no copy of the size of the cache."""
     family = family_of(SMALL_LLAMA_3)

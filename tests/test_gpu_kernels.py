@@ -14,6 +14,7 @@ import subprocess
 import sys
 from typing import Any
 
+import gpu_aot
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -27,6 +28,8 @@ VERSION = tuple(int(part) for part in jax.__version__.split(".")[:2])
 interpreted = pytest.mark.skipif(
     VERSION < (0, 12), reason="Mosaic GPU's interpreter runs these kernels from JAX 0.12 on"
 )
+_cannot = "JAX 0.11 and newer compile these kernels" if VERSION < (0, 11) else gpu_aot.missing()
+compilable = pytest.mark.skipif(_cannot is not None, reason=str(_cannot))
 jitted = jax.jit(paged_attention, static_argnames=("spec", "max_query", "backend"))
 
 
@@ -443,11 +446,6 @@ class Shape:
 
 
 def compiled(chip: str, shape: Shape):
-    gpu_aot = pytest.importorskip("gpu_aot")
-    if reason := gpu_aot.missing():
-        pytest.skip(reason)
-    if VERSION < (0, 11):
-        pytest.skip("the kernels are compiled by JAX 0.11 and newer")
     T = shape.slots + (shape.max_query if shape.max_query > 1 else 0)
     P, latent = 4 * shape.slots, shape.spec.latent is not None
     storage = jnp.dtype(shape.storage)
@@ -511,6 +509,7 @@ SHAPES = {
 QUICK_COMPILED = ("llama 3", "int8", "heads of 80")
 
 
+@compilable
 @pytest.mark.parametrize(
     "shape", [pytest.param(name, marks=[] if name in QUICK_COMPILED else [pytest.mark.slow]) for name in SHAPES]
 )
@@ -526,14 +525,10 @@ def test_compiles_for_an_h200_without_spills(shape):
         assert kernel.spilled == 0, kernel.text
 
 
+@compilable
 @pytest.mark.slow
 def test_a_b200_lacks_wgmma():
     """Blackwell's tensor cores have other instructions: the kernels are Hopper's. LLVM ends the process over it."""
-    gpu_aot = pytest.importorskip("gpu_aot")
-    if reason := gpu_aot.missing():
-        pytest.skip(reason)
-    if VERSION < (0, 11):
-        pytest.skip("the kernels are compiled by JAX 0.11 and newer")
     program = "import test_gpu_kernels as t; t.compiled('b200', t.Shape(max_query=1))"
     paths = os.pathsep.join((str(pathlib.Path(__file__).parent), *sys.path))
     done = subprocess.run(
