@@ -21,7 +21,7 @@ import numpy as np
 from flax import struct
 
 from kvjax import cache as kv_cache
-from kvjax import plans
+from kvjax import plans, sharding
 from kvjax.cache import Cache, CacheConfig, Placement
 from kvjax.engine import compute
 from kvjax.errors import RequestError
@@ -188,13 +188,14 @@ def search(program: Program, params: Params, state: Search, *, packed: int) -> S
     Returns:
       The state with all hypotheses, and no page held.
     """
-    state = prefill(program, params, state, packed)
-    state = choose(program, params, state)
-    return jax.lax.while_loop(
-        lambda state: state.open.any(),
-        lambda state: choose(program, params, extend(program, params, state)),
-        state,
-    )
+    with sharding.within(program.mesh):
+        state = prefill(program, params, state, packed)
+        state = choose(program, params, state)
+        return jax.lax.while_loop(
+            lambda state: state.open.any(),
+            lambda state: choose(program, params, extend(program, params, state)),
+            state,
+        )
 
 
 def prefill(program: Program, params: Params, state: Search, packed: int) -> Search:

@@ -9,14 +9,26 @@ from collections.abc import Callable, Sequence
 import jax
 import jax.numpy as jnp
 from flax import struct
+from jax.sharding import PartitionSpec
 
 from kvjax import pages as page_pool
 from kvjax import prefix
 from kvjax.control import for_each_page, when
 from kvjax.pages import PagePool
-from kvjax.pallas_kernels import AttentionSpec, Lanes, init_pages, page_ops, paged_attention, write_rows
+from kvjax.pallas_kernels import (
+    AttentionSpec,
+    Deal,
+    Lanes,
+    axes_of,
+    init_pages,
+    merge,
+    page_ops,
+    paged_attention,
+    write_rows,
+)
 from kvjax.pallas_kernels.quantize import quantize_rows
 from kvjax.prefix import PrefixIndex
+from kvjax.sharding import MODEL, SEQ, on_each
 from kvjax.types import KVSpec
 
 
@@ -27,11 +39,14 @@ class CacheConfig:
     Attributes:
       specs: one KVSpec per layer; equal specs form a group.
       slots: B.
-      rows: R, rows a page.
+      rows: rows a page, on all parts of a sequence together: R · seq.
       pages_per_slot: M.
       pages: P of every group, or None for slots × pages_per_slot, which can never run out.
       stacked: the layers of a group share one array of L·P pages, as a scan over layers needs.
       layout: of the pages, one of `kvjax.pallas_kernels.LAYOUTS`.
+      seq: chips that a sequence's rows are dealt over (`kvjax.pallas_kernels.dealt`); it divides `rows`.
+      model: chips that heads are divided over.
+      query_heads: N, where `model` is more than 1.
     """
 
     specs: tuple[KVSpec, ...]
@@ -41,6 +56,9 @@ class CacheConfig:
     pages: int | None = None
     stacked: bool = False
     layout: str = "head_major"
+    seq: int = 1
+    model: int = 1
+    query_heads: int = 0
 
     @property
     def groups(self) -> tuple[KVSpec, ...]:
@@ -66,9 +84,14 @@ class CacheConfig:
         return group, self.layers_of(group).index(layer)
 
     @property
+    def divided(self) -> bool:
+        """Whether K and V are divided over chips."""
+        return self.seq * self.model > 1
+
+    @property
     def page_bytes(self) -> int:
-        """Bytes of one page id in every layer of every group."""
-        return sum(self.rows * self._row_bytes(spec) for spec in self.specs)
+        """Bytes of one page id in every layer of every group, on each chip."""
+        return sum(self.rows // self.seq * self._row_bytes(self.on_chip(spec)) for spec in self.specs)
 
     def _row_bytes(self, spec: KVSpec) -> int:
         lanes = self.lanes_of(spec)
@@ -77,10 +100,22 @@ class CacheConfig:
         return lanes.row * jnp.dtype(spec.storage).itemsize + 4 * spec.scales
 
     def lanes_of(self, spec: KVSpec) -> Lanes | None:
-        """Where heads lie in a layer's rows, in the joined layout."""
+        """Where heads lie in a layer's rows on a chip (`on_chip`), in the joined layout."""
         if self.layout != "joined":
             return None
         return Lanes(spec.kv_heads, spec.key_dim, spec.value_dim, spec.latent)
+
+    def on_chip(self, spec: KVSpec) -> KVSpec:
+        """The spec with the kv heads that each chip holds: K / model; one, held by several chips, if there are fewer
+        heads than chips; all where they do not divide evenly, and of latent rows, which all heads share."""
+        K, model = spec.kv_heads, self.model
+        if spec.latent or (K % model and (model % K or self.query_heads % model)):
+            return spec
+        return dataclasses.replace(spec, kv_heads=max(1, K // model))
+
+    def parts_of(self, spec: KVSpec) -> int:
+        """Over how many chips a layer's kv heads are divided, with those that hold the same one: `model` or 1."""
+        return self.model if self.on_chip(spec).kv_heads < spec.kv_heads else 1
 
 
 class BlockTable(struct.PyTreeNode):
@@ -142,9 +177,10 @@ def init(config: CacheConfig) -> Cache:
 def _init_group(config: CacheConfig, group: int) -> GroupCache:
     spec, layers = config.groups[group], len(config.layers_of(group))
     arrays, pages = (1, layers * config.pool_pages) if config.stacked else (layers, config.pool_pages)
-    dtype = jnp.dtype(spec.storage)
-    lanes = Lanes(spec.kv_heads, spec.key_dim, spec.value_dim, spec.latent)
-    kv = [init_pages(pages, config.rows, lanes, dtype, config.layout) for _ in range(arrays)]
+    dtype, parts = jnp.dtype(spec.storage), config.parts_of(spec)
+    held = config.on_chip(spec)
+    lanes = Lanes(held.kv_heads, spec.key_dim, spec.value_dim, spec.latent)
+    kv = [init_pages(pages, config.rows, lanes, dtype, config.layout, parts) for _ in range(arrays)]
     table = BlockTable(
         jnp.zeros((config.slots, config.pages_per_slot), jnp.int32), jnp.zeros((config.slots,), jnp.int32)
     )
@@ -152,7 +188,7 @@ def _init_group(config: CacheConfig, group: int) -> GroupCache:
         KVPages(
             tuple(k for k, _ in kv),
             tuple(v for _, v in kv if v is not None),
-            tuple(jnp.zeros((pages, spec.scales, config.rows)) for _ in range(arrays if spec.scales else 0)),
+            tuple(jnp.zeros((pages, parts * held.scales, config.rows)) for _ in range(arrays if spec.scales else 0)),
         ),
         page_pool.init(config.pool_pages),
         table,
@@ -339,7 +375,29 @@ def copy_pages(
 
     backend: of the attention: its kernels copy the pages that they read.
     """
+    if not config.divided:
+        return _copy_pages(config, kv, copies, backend)
+    specs = tuple(shardings(config, pages, group) for group, pages in enumerate(kv))
+    copy = functools.partial(_copy_pages, config, backend=backend)
+    return on_each(copy, in_specs=(specs, PartitionSpec()), out_specs=specs)(kv, copies)
 
+
+def shardings(config: CacheConfig, kv: KVPages, group: int) -> KVPages:
+    """The PartitionSpec of each array of a group's K and V: heads over `model`, rows over `seq`."""
+    model = MODEL if config.parts_of(config.groups[group]) > 1 else None
+
+    def spec(heads: int, rows: int) -> PartitionSpec:
+        axes: list[str | None] = [None] * (max(heads, rows) + 1)
+        axes[heads], axes[rows] = model, SEQ
+        return PartitionSpec(*axes)
+
+    k, v = axes_of(config.layout)
+    return KVPages((spec(*k),) * len(kv.k), (spec(*v),) * len(kv.v), (spec(1, 2),) * len(kv.scales))
+
+
+def _copy_pages(
+    config: CacheConfig, kv: tuple[KVPages, ...], copies: tuple[Copies, ...], backend: str
+) -> tuple[KVPages, ...]:
     def copied(pages: KVPages, what: Copies) -> KVPages:
         # Stacked layers: the page of layer l is l·P further on.
         layers = pages.k[0].shape[0] // config.pool_pages
@@ -576,12 +634,15 @@ class Placement(struct.PyTreeNode):
       positions: (T,) int32 position of each token in its sequence.
       row_starts: (B + 1,) int32 first packed token of each slot.
       max_query: static; most tokens a slot has.
+      divided: static; whether q, k and v of the tokens are divided over the mesh axis `seq`, in equal parts in the
+        order of the tokens.
     """
 
     slots: jax.Array
     positions: jax.Array
     row_starts: jax.Array
     max_query: int = struct.field(pytree_node=False)
+    divided: bool = struct.field(pytree_node=False, default=False)
 
 
 def attend(
@@ -622,35 +683,105 @@ def attend(
     """
     g, index = (0, layer) if config.stacked else config.place_of(int(layer))
     group, spec = cache.groups[g], config.groups[g]
-    R, P = config.rows, config.pool_pages
     array = 0 if config.stacked else int(index)
-    offset = jnp.asarray(index, jnp.int32) * P if config.stacked else jnp.int32(0)
-    total = P * len(config.layers_of(g)) if config.stacked else P
+    offset = jnp.asarray(index, jnp.int32) * config.pool_pages if config.stacked else jnp.int32(0)
+    pages = _of_array(group.kv, array)
+    held = config.on_chip(spec)
+    what = AttentionSpec(
+        scale, spec.window, soft_cap, spec.value_dim if spec.latent else None, config.layout, config.lanes_of(held)
+    )
+    features = {"sinks": sinks, "slopes": slopes, "up": up}
+    one = functools.partial(_attend, config, held, what, backend)
+    if not config.divided:
+        new, out = one(placement, pages, q, k, v, group.table, offset, features)
+    else:
+        parts, N = config.parts_of(spec), q.shape[1]
+        repeats = parts * held.kv_heads // spec.kv_heads  # a kv head lies on as many chips
+        if repeats > 1:
+            k, v = jnp.repeat(k, repeats, axis=1), None if v is None else jnp.repeat(v, repeats, axis=1)
+        by_heads = MODEL if N % config.model == 0 and (parts > 1 or held.kv_heads == 1) else None
+        tokens = SEQ if placement.divided else None
+        where = shardings(config, pages, g)
+        of_kv = PartitionSpec(tokens, MODEL if parts > 1 else None)
+        of_features = {name: None if x is None else PartitionSpec(by_heads) for name, x in features.items()}
+        everywhere = PartitionSpec()
+        new, out = on_each(
+            one,
+            in_specs=(everywhere, where, PartitionSpec(tokens, by_heads), of_kv, None if v is None else of_kv,
+                      everywhere, everywhere, of_features),
+            out_specs=(where, PartitionSpec(tokens, by_heads)),
+        )(placement, pages, q, k, v, group.table, offset, features)  # fmt: skip
+    return Cache(_replaced(cache.groups, g, group.replace(kv=_with_array(group.kv, array, new)))), out
 
-    slots = jnp.minimum(placement.slots, config.slots - 1)
-    page = group.table.pages[slots, jnp.minimum(placement.positions // R, config.pages_per_slot - 1)]
-    page = jnp.where(placement.slots < config.slots, page + offset, total)
-    old_v = group.kv.v[array] if group.kv.v else None
+
+def _of_array(kv: KVPages, array: int) -> KVPages:
+    """The pages of one array of a group."""
+    return KVPages(*(x[array : array + 1] for x in (kv.k, kv.v, kv.scales)))
+
+
+def _with_array(kv: KVPages, array: int, new: KVPages) -> KVPages:
+    parts = zip((kv.k, kv.v, kv.scales), (new.k, new.v, new.scales), strict=True)
+    return KVPages(*(_replaced(old, array, x[0]) if x else () for old, x in parts))
+
+
+def _attend(
+    config: CacheConfig,
+    spec: KVSpec,
+    what: AttentionSpec,
+    backend: str,
+    placement: Placement,
+    pages: KVPages,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array | None,
+    table: BlockTable,
+    offset: jax.Array,
+    features: dict[str, jax.Array | None],
+) -> tuple[KVPages, jax.Array]:
+    """`attend` on one chip, with what it holds of q, k, v and of the pages of one array of the group."""
+    n, deal = config.seq, None
+    R, total = config.rows // n, pages.k[0].shape[0]
+    if n > 1:
+        deal = Deal(jax.lax.axis_index(SEQ), n)
+    if placement.divided:  # the chunk's q, k and v are few beside the pages: they go to every chip
+        q, k, v = (None if x is None else jax.lax.all_gather(x, SEQ, tiled=True) for x in (q, k, v))
+        assert q is not None and k is not None
+    slots, position = jnp.minimum(placement.slots, config.slots - 1), placement.positions
+    page = table.pages[slots, jnp.minimum(position // config.rows, config.pages_per_slot - 1)]
+    written = placement.slots < config.slots
+    row, runs = position % R, config.slots
+    if deal is not None:
+        written &= deal.owns(position, R)
+        row, runs = deal.rows_before(position, R) % R, config.slots + position.shape[0] // R
+    page = jnp.where(written, page + offset, total)
     scales = None
     if spec.scales:
         k, v, of_rows = _codes(k, v, spec.storage)
-        scales = group.kv.scales[array].at[page, :, placement.positions % R].set(of_rows, mode="drop")
+        scales = pages.scales[0].at[page, :, row].set(of_rows, mode="drop")
     k_pages, v_pages = write_rows(
-        group.kv.k[array], old_v, k, v, page, placement.positions % R, config.layout,
-        slots=config.slots, max_query=placement.max_query, backend=backend,
+        pages.k[0], pages.v[0] if pages.v else None, k, v, page, row, config.layout,
+        slots=runs, max_query=placement.max_query, backend=backend,
     )  # fmt: skip
-    out, _ = paged_attention(
-        q, k_pages, v_pages, group.table.pages + offset, group.table.lengths, placement.row_starts,
-        AttentionSpec(
-            scale, spec.window, soft_cap, spec.value_dim if spec.latent else None, config.layout, config.lanes_of(spec)
-        ),
-        sinks=sinks, slopes=slopes, scales=scales, up=up, max_query=placement.max_query, with_lse=False,
-        backend=backend,
+    sinks = features["sinks"] if deal is None else None  # of dealt rows, they join the denominator of the whole
+    out, lse = paged_attention(
+        q, k_pages, v_pages, table.pages + offset, table.lengths, placement.row_starts, what,
+        sinks=sinks, slopes=features["slopes"], up=features["up"], scales=scales, deal=deal,
+        max_query=placement.max_query, with_lse=deal is not None, backend=backend,
     )  # fmt: skip
-    kept_v = () if v_pages is None else _replaced(group.kv.v, array, v_pages)
-    kept_scales = () if scales is None else _replaced(group.kv.scales, array, scales)
-    kv = KVPages(_replaced(group.kv.k, array, k_pages), kept_v, kept_scales)
-    return Cache(_replaced(cache.groups, g, group.replace(kv=kv))), out
+    if lse is not None:
+        out = _merged(out, lse, features["sinks"], placement.divided, n).astype(out.dtype)
+    kept = KVPages((k_pages,), () if v_pages is None else (v_pages,), () if scales is None else (scales,))
+    return kept, out
+
+
+def _merged(out: jax.Array, lse: jax.Array, sinks: jax.Array | None, divided: bool, n: int) -> jax.Array:
+    """What all n chips' rows give, by one collective: for this chip's tokens if they are divided, else for all."""
+    both = jnp.concatenate([out.astype(jnp.float32), lse[..., None]], axis=-1)  # (T, N, Hv + 1)
+    if divided:
+        both = jax.lax.all_to_all(both.reshape(n, -1, *both.shape[1:]), SEQ, 0, 0)
+    else:
+        both = jax.lax.all_gather(both, SEQ)
+    return merge(both[..., :-1], both[..., -1], sinks)[0]
 
 
 def _codes(k: jax.Array, v: jax.Array | None, storage: str) -> tuple[jax.Array, jax.Array | None, jax.Array]:

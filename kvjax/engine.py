@@ -13,10 +13,11 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
 from kvjax import cache as kv_cache
 from kvjax import requests as table
-from kvjax import sampling, scheduler, stops
+from kvjax import sampling, scheduler, sharding, stops
 from kvjax.cache import Cache, KVPages, Placement
 from kvjax.control import when
 from kvjax.requests import CANCELLED, LENGTH, RUNNING, STOPPED, WAITING, Rows
@@ -42,20 +43,34 @@ def place(state: EngineState, tokens: jax.Array, packed: int, max_query: int) ->
 def compute(
     program: Program, params: Params, cache: Cache, ids: jax.Array, placement: Placement
 ) -> tuple[Cache, jax.Array]:
-    """Runs the model over the packed tokens: (cache, hidden (T, D))."""
+    """Runs the model over the packed tokens: (cache, hidden (T, D)).
+
+    Where sequences are dealt over chips, those divide the tokens of prompts, too.
+    """
+    n, T = program.cache.seq, ids.shape[0]
+    if n > 1 and placement.max_query > 1 and T % n == 0:
+        placement = placement.replace(divided=True)
+        ids, positions = (
+            jax.lax.with_sharding_constraint(x, PartitionSpec(sharding.SEQ)) for x in (ids, placement.positions)
+        )
+    else:
+        positions = placement.positions
 
     def attend(cache, layer, q, k, v, scale, **features):
         return kv_cache.attend(
             program.cache, placement, cache, layer, q, k, v, scale, backend=program.backend, **features
         )
 
-    mesh = program.mesh or jax.sharding.get_abstract_mesh()
-    with jax.sharding.use_abstract_mesh(mesh):  # for what a compiler would not divide well by itself
-        return program.forward(params, program.config, ids, placement.positions, cache, attend)
+    return program.forward(params, program.config, ids, positions, cache, attend)
 
 
 def step(program: Program, params: Params, state: EngineState, policy: Policy, packed: int) -> EngineState:
     """One step: of one token a slot (decode), or a mixed one of `packed` tokens, or a quarter where that will do."""
+    with sharding.within(program.mesh):
+        return _step(program, params, state, policy, packed)
+
+
+def _step(program: Program, params: Params, state: EngineState, policy: Policy, packed: int) -> EngineState:
     B = program.cache.slots
     state = scheduler.admit(program, state, policy)
     plan = scheduler.schedule(program, state, packed)

@@ -5,15 +5,15 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AbstractMesh
+from jax.sharding import AbstractMesh, Mesh
 
-from kvjax import sampling
+from kvjax import sampling, sharding
 from kvjax import state as engine_state
 from kvjax.cache import CacheConfig
 from kvjax.errors import RequestError
@@ -65,8 +65,9 @@ class Options:
 
     Attributes:
       slots: B, most requests that run at once.
-      rows: R, tokens a page holds; what the backend reads best when None.
-      kv_bytes: bound on the memory of all K and V.
+      rows: R, tokens that a page holds on each chip; what the backend reads best when None. A page of a sequence that
+        is dealt over n chips has n times as many.
+      kv_bytes: bound on the memory of all K and V, on each chip.
       packed: T, most tokens of a step that computes prompts.
       queue: Q, requests that the device holds, running ones included; chosen from `slots` when None.
       refill: idle slots at which waiting requests enter; an eighth of the slots when None.
@@ -208,11 +209,9 @@ def plan(model: Model, requests: Sequence[Request], options: Options, least: Pla
 
 
 def backend_of(model: Model, options: Options) -> str:
-    """The attention backend of a job. Kernels run on one device; over a mesh XLA divides the work."""
+    """The attention backend of a job."""
     if options.backend is not None:
         return options.backend
-    if model.mesh is not None:
-        return "xla"
     backend = default_backend()
     if backend == "gpu":  # whose kernels do not read every cache
         try:
@@ -231,14 +230,24 @@ def _say_once(text: str) -> None:
 def _check(model: Model, options: Options, backend: str) -> None:
     """Raises NotImplementedError for a cache that the backend cannot read, with the reason."""
     layout, rows = options.layout or default_layout(backend), _rows(model, options, backend)
-    for spec in dict.fromkeys(model.family.kv_specs(model.config, model.storage)):
+    divided = _divided(model)
+    if backend.startswith("gpu") and divided["seq"] > 1:
+        raise NotImplementedError("the GPU's kernels do not read sequences that are dealt over chips (mesh axis seq)")
+    config = CacheConfig(model.family.kv_specs(model.config, model.storage), 1, rows, 1, **divided)
+    for spec in map(config.on_chip, config.groups):
         lanes = Lanes(spec.kv_heads, spec.key_dim, spec.value_dim, spec.latent)
         check_pages(backend, layout, rows, spec.storage, lanes, model.dtype)
 
 
+def _divided(model: Model) -> dict[str, int]:
+    """How a cache is divided over the model's mesh: fields of CacheConfig."""
+    axes = sharding.sizes(model.mesh)
+    return {"seq": axes["seq"], "model": axes["model"], "query_heads": getattr(model.config, "heads", 0)}
+
+
 def rows_of(model: Model, options: Options) -> int:
-    """R of a job's pages."""
-    return _rows(model, options, backend_of(model, options))
+    """Tokens of a job's pages, which are shared and copied as a whole: R on each of the chips of the axis seq."""
+    return _rows(model, options, backend_of(model, options)) * sharding.sizes(model.mesh)["seq"]
 
 
 def _rows(model: Model, options: Options, backend: str) -> int:
@@ -260,7 +269,8 @@ def cache_config(model: Model, slots: int, longest: int, options: Options) -> Ca
         _check(model, options, backend)
     except NotImplementedError as error:
         raise RequestError(f"{error}: choose other rows, another storage or layout, or backend='xla'.") from error
-    rows = _rows(model, options, backend)
+    divided = _divided(model)
+    rows = _rows(model, options, backend) * divided["seq"]
     per_slot = power_of_two(-(-longest // rows))
     config = CacheConfig(
         model.family.kv_specs(model.config, model.storage),
@@ -269,6 +279,7 @@ def cache_config(model: Model, slots: int, longest: int, options: Options) -> Ca
         per_slot,
         stacked=model.stacked,
         layout=layout_of(model, options),
+        **divided,
     )
     if model.stacked and len(config.groups) > 1:
         raise RequestError("Layers with different caches cannot be scanned: load with layers='unrolled'.")
@@ -321,12 +332,16 @@ def start(model: Model, shapes: Plan, automata: np.ndarray) -> tuple[Program, En
     """The program of a plan, and its engine without requests."""
     program = program_of(model, shapes.cache, logprobs=shapes.logprobs, backend=shapes.backend, share=shapes.share)
     penalties = len(model.token_bytes) if shapes.penalties else None
-    return program, _empty(program, jnp.asarray(automata), shapes.queue, shapes.biases, shapes.stops, penalties)
+    mesh = sharding.mesh_of(model.params)
+    empty = _starter(program, mesh, shapes.queue, shapes.biases, shapes.stops, penalties)
+    return program, empty(jnp.asarray(automata))
 
 
-@functools.partial(jax.jit, static_argnums=(0, 2, 3, 4, 5))
-def _empty(
-    program: Program, automata: jax.Array, rows: int, biases: int, stops: int, penalties: int | None
-) -> EngineState:
-    """One program rather than one for each array."""
-    return engine_state.init(program, automata, rows=rows, biases=biases, stops=stops, penalties=penalties)
+@functools.lru_cache(maxsize=64)
+def _starter(
+    program: Program, mesh: Mesh | None, rows: int, biases: int, stops: int, penalties: int | None
+) -> Callable[[jax.Array], EngineState]:
+    """Automata → an empty state, by one program rather than one for each array."""
+    init = functools.partial(engine_state.init, program, rows=rows, biases=biases, stops=stops, penalties=penalties)
+    form = jax.eval_shape(init, jax.ShapeDtypeStruct((1, 2, 1), jnp.int8))
+    return jax.jit(init, out_shardings=engine_state.shardings(program, form, mesh))

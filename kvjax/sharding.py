@@ -1,28 +1,46 @@
-"""Logical axes to mesh axes: the one table that maps them."""
+"""Logical axes to mesh axes: the one table that maps them, and programs over a mesh.
+
+data     independent engines, each with its own requests and pages
+seq      the tokens of a sequence: its pages are dealt over it, and the tokens of a prompt step
+expert   the experts of a mixture
+model    heads, ffw and vocabulary
+"""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
+from typing import Any
 
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+import jax
+import numpy as np
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from kvjax.types import ParamSpec
 
-MESH_AXES = ("data", "seq", "expert", "model")
+DATA, SEQ, EXPERT, MODEL = MESH_AXES = ("data", "seq", "expert", "model")
 
 RULES: dict[str, str] = {
-    "vocab": "model",
-    "heads": "model",
-    "kv_heads": "model",
-    "ffw": "model",
-    "experts": "expert",
+    "vocab": MODEL,
+    "heads": MODEL,
+    "kv_heads": MODEL,
+    "ffw": MODEL,
+    "experts": EXPERT,
 }
 """Logical axis → mesh axis; a logical axis that is not here is replicated."""
 
 
 def automatic(mesh: Mesh) -> Mesh:
-    """The mesh with axes that leave sharding to XLA; those of `jax.make_mesh` want every operation to name its own."""
-    return Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
+    """The mesh with all of MESH_AXES, those that it lacks of size 1, which leave sharding to XLA.
+
+    The axes of `jax.make_mesh` want every operation to name its own.
+    """
+    devices, names = mesh.devices, list(mesh.axis_names)
+    for name in MESH_AXES:
+        if name not in names:
+            devices, names = np.expand_dims(devices, -1), [*names, name]
+    order = [names.index(name) for name in MESH_AXES]
+    return Mesh(devices.transpose(order), MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
 
 
 def param_sharding(mesh: Mesh | None) -> Callable[[ParamSpec], NamedSharding | None]:
@@ -43,3 +61,33 @@ def param_sharding(mesh: Mesh | None) -> Callable[[ParamSpec], NamedSharding | N
         return NamedSharding(mesh, PartitionSpec(*map(axis, spec.axes, spec.shape)))
 
     return sharding
+
+
+def sizes(mesh: Any) -> dict[str, int]:
+    """The size of each of MESH_AXES in a mesh or abstract mesh, or None; 1 of those that it does not have."""
+    shape = {} if mesh is None else mesh.shape
+    return {name: shape.get(name, 1) for name in MESH_AXES}
+
+
+def mesh_of(params: Any) -> Mesh | None:
+    """The mesh that parameters lie on; None for one device."""
+    for leaf in jax.tree.leaves(params):
+        sharding = getattr(leaf, "sharding", None)
+        if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh):
+            return sharding.mesh
+    return None
+
+
+def within(mesh: AbstractMesh | None) -> contextlib.AbstractContextManager:
+    """The context in which programs over the mesh are traced; as it is, without a mesh or inside a manual one."""
+    now = jax.sharding.get_abstract_mesh()
+    if mesh is None or AxisType.Manual in now.axis_types:
+        return contextlib.nullcontext()
+    return jax.sharding.use_abstract_mesh(mesh)
+
+
+def on_each(f: Callable, in_specs: Any, out_specs: Any) -> Callable:
+    """`f` on each device of the mesh in context, over all of its axes that are not manual already."""
+    mesh = jax.sharding.get_abstract_mesh()
+    free = {n for n, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind != AxisType.Manual}
+    return jax.shard_map(f, mesh=mesh, axis_names=free, in_specs=in_specs, out_specs=out_specs, check_vma=False)

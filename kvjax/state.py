@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import struct
-from jax.sharding import AbstractMesh
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from kvjax import cache as kv_cache
 from kvjax import prefix
@@ -162,6 +162,19 @@ def init(
         step=jnp.int32(0),
         stats=counters,
     )
+
+
+def shardings(program: Program, state: EngineState, mesh: Mesh | None) -> EngineState | None:
+    """Where the arrays of a state lie on a mesh: K and V divided, the rest everywhere; None without a mesh."""
+    if mesh is None:
+        return None
+
+    def place(spec: PartitionSpec) -> NamedSharding:
+        return NamedSharding(mesh, spec)
+
+    where = jax.tree.map(lambda _: place(PartitionSpec()), state)
+    kv = (kv_cache.shardings(program.cache, group.kv, g) for g, group in enumerate(state.cache.groups))
+    return where.replace(cache=kv_cache.with_pages(where.cache, [jax.tree.map(place, pages) for pages in kv]))
 
 
 # --- what a slot's request is --------------------------------------------------------------------------------

@@ -1,18 +1,23 @@
 """Attention and cache operations: each is its plain-jnp meaning, its backends, and one shared test suite."""
 
+from kvjax.pallas_kernels.dealt import Deal
 from kvjax.pallas_kernels.joined import Lanes
-from kvjax.pallas_kernels.kv_store import LAYOUTS, default_layout, init_pages, write_rows
+from kvjax.pallas_kernels.kv_store import LAYOUTS, axes_of, default_layout, init_pages, write_rows
+from kvjax.pallas_kernels.merge import merge
 from kvjax.pallas_kernels.paged_attention import BACKENDS, AttentionSpec, check, default_backend, paged_attention
 
 __all__ = [
     "BACKENDS",
     "LAYOUTS",
     "AttentionSpec",
+    "Deal",
     "Lanes",
+    "axes_of",
     "check",
     "default_backend",
     "default_layout",
     "init_pages",
+    "merge",
     "paged_attention",
     "write_rows",
 ]

@@ -29,17 +29,26 @@ def default_layout(backend: str = "xla") -> str:
 
 
 def init_pages(
-    pages: int, rows: int, lanes: Lanes, dtype: jnp.dtype, layout: str
+    pages: int, rows: int, lanes: Lanes, dtype: jnp.dtype, layout: str, parts: int = 1
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Zeroed pages of one layer: K and V, of the shapes of the layout; no V of its own in latent or joined pages."""
-    K, H, Hv = lanes.kv_heads, lanes.key_dim, lanes.value_dim
+    """Zeroed pages of one layer: K and V, of the shapes of the layout; no V of its own in latent or joined pages.
+
+    parts: over how many chips the heads are divided; `lanes` are then one part's, and the arrays hold all parts', one
+    after another in the axis of the heads (`axes_of`).
+    """
+    K, H, Hv = lanes.kv_heads * parts, lanes.key_dim, lanes.value_dim
     if layout == "joined":
-        return jnp.zeros((pages, lanes.row // joined.LANES, rows, joined.LANES), dtype), None
+        return jnp.zeros((pages, parts * lanes.row // joined.LANES, rows, joined.LANES), dtype), None
     head_major = layout == "head_major"
     k = jnp.zeros((pages, K, H, rows) if head_major else (pages, rows, K, H), dtype)
     if lanes.latent:
         return k, None
     return k, jnp.zeros((pages, K, rows, Hv) if head_major else (pages, rows, K, Hv), dtype)
+
+
+def axes_of(layout: str) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Which axis of the pages of K, and of V, counts heads and which rows: ((heads, rows), (heads, rows))."""
+    return {"joined": ((1, 2), (1, 2)), "head_major": ((1, 3), (1, 2)), "token_major": ((2, 1), (2, 1))}[layout]
 
 
 def write_rows(

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from kvjax.pallas_kernels.dealt import Deal
 from kvjax.pallas_kernels.joined import Lanes
 from kvjax.pallas_kernels.paged_attention import latent, reference, tpu, xla
 from kvjax.pallas_kernels.paged_attention.spec import AttentionSpec
@@ -75,6 +76,7 @@ def paged_attention(
     tree: jax.Array | None = None,
     scales: jax.Array | None = None,
     up: jax.Array | None = None,
+    deal: Deal | None = None,
     max_query: int,
     with_lse: bool = True,
     backend: str | None = None,
@@ -103,6 +105,9 @@ def paged_attention(
       up: (N, h + Hv, C) or None: of latent pages of C numbers and a rotated key of r, what makes a head's keys without
         position, and its values, of a latent (2405.04434). Then q is (T, N, h + r) and out (T, N, Hv), and a backend
         chooses its form: absorbed into q and out, or the latents expanded (`latent.py`).
+      deal: which rows the pages hold where a sequence's are dealt over chips (`kvjax.pallas_kernels.dealt`), all
+        numbers but the pages' being those of the whole sequence. The result is what these rows give, to be merged
+        with the other chips' (`merge.py`); None: they are all here.
       max_query: static; no slot has more tokens than this. 1 for a decode step.
       with_lse: static; a kernel has less to write without.
       backend: "xla"; "tpu"; "gpu" (docs/gpu.md); "tpu_interpret" and "gpu_interpret" for these kernels interpreted on
@@ -134,6 +139,8 @@ def paged_attention(
             raise ValueError("V has pages of its own, or spec.latent says how much of K it is: give one of them")
     if tree is not None and (spec.window is not None or slopes is not None):
         raise NotImplementedError("a tree with a window or ALiBi: the order of a tree's tokens is not their distance")
+    if deal is not None and (tree is not None or sinks is not None):
+        raise NotImplementedError("dealt pages with a tree, or with sinks: those join what all chips' rows give")
     if q.shape[1] % kv_heads:
         raise ValueError(f"{q.shape[1]} query heads do not divide into {kv_heads} kv heads")
     if backend is None:
@@ -148,7 +155,7 @@ def paged_attention(
         h = latent.check(q, up, key_dim, spec.latent)
     if backend in ("tpu", "tpu_interpret"):
         return tpu.paged_attention(
-            q, k_pages, table, lengths, row_starts, spec, max_query, sinks, slopes, tree, scales, up,
+            q, k_pages, table, lengths, row_starts, spec, max_query, sinks, slopes, tree, scales, up, deal,
             with_lse=with_lse, interpret=backend == "tpu_interpret",
         )  # fmt: skip
     if up is not None and backend != "reference":
@@ -156,17 +163,19 @@ def paged_attention(
     if backend in ("gpu", "gpu_interpret"):
         from kvjax.pallas_kernels.paged_attention import gpu  # only here: it needs Mosaic GPU
 
+        if deal is not None:
+            raise NotImplementedError("dealt pages on the GPU's kernels: take the backend 'xla'")
         out, lse = gpu.paged_attention(
             q, k_pages, v_pages, table, lengths, row_starts, spec, max_query, sinks, slopes, tree, scales,
             interpret=backend == "gpu_interpret",
         )  # fmt: skip
     elif backend == "xla":
         out, lse = xla.paged_attention(
-            q, k_pages, v_pages, table, lengths, row_starts, spec, max_query, sinks, slopes, tree, scales
+            q, k_pages, v_pages, table, lengths, row_starts, spec, max_query, sinks, slopes, tree, scales, deal
         )
     elif backend == "reference":
         out, lse = reference.paged_attention(
-            q, k_pages, v_pages, table, lengths, row_starts, spec, sinks, slopes, tree, scales, up
+            q, k_pages, v_pages, table, lengths, row_starts, spec, sinks, slopes, tree, scales, up, deal
         )
     else:
         raise NotImplementedError(f"attention backend {backend!r} does not exist; there are {', '.join(BACKENDS)}")

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from kvjax.pallas_kernels import joined
+from kvjax.pallas_kernels.dealt import Deal
 from kvjax.pallas_kernels.paged_attention import latent
 from kvjax.pallas_kernels.paged_attention.spec import AttentionSpec
 
@@ -42,6 +43,7 @@ def paged_attention(
     tree: jax.Array | None = None,
     scales: jax.Array | None = None,
     up: jax.Array | None = None,
+    deal: Deal | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Gathers every slot's whole context for every token, then a dense softmax. Arguments as in `__init__`."""
     T, N, _ = q.shape
@@ -73,6 +75,8 @@ def paged_attention(
     k = k_pages.at[table].get(mode="clip").reshape(B, M * R, K, -1)[safe].astype(jnp.float32)
     v = v_pages.at[table].get(mode="clip").reshape(B, M * R, K, -1)[safe].astype(jnp.float32)
     key_position = jnp.arange(M * R, dtype=jnp.int32)[None, :]
+    if deal is not None:
+        key_position = deal.position(key_position, R)
     visible = key_position <= positions[:, None]
     if tree is not None:
         own = key_position - (lengths[safe] - (row_starts[1:] - row_starts[:-1])[safe])[:, None]  # among the new rows

@@ -9,7 +9,9 @@ import jax
 import jax.numpy as jnp
 
 from kvjax.pallas_kernels import joined
+from kvjax.pallas_kernels.dealt import Deal
 from kvjax.pallas_kernels.paged_attention import latent, tpu_sizes
+from kvjax.pallas_kernels.paged_attention.reference import query_slots
 from kvjax.pallas_kernels.paged_attention.spec import AttentionSpec
 from kvjax.pallas_kernels.paged_attention.tpu_chunks import attend_chunks, expands
 from kvjax.pallas_kernels.paged_attention.tpu_decode import DecodeBlocks, attend_rows
@@ -67,6 +69,7 @@ def paged_attention(
     tree: jax.Array | None = None,
     scales: jax.Array | None = None,
     up: jax.Array | None = None,
+    deal: Deal | None = None,
     *,
     with_lse: bool = True,
     interpret: bool = False,
@@ -82,7 +85,13 @@ def paged_attention(
     assert lanes is not None
     R = pages.shape[2]
     tokens = row_starts[1:] - row_starts[:-1]
-    alone, several = (tokens == 1) & (lengths > 0), (tokens > 1) & (lengths > 0)
+    held, nearest = lengths, None  # rows of a slot that are here, and the first of them in its window
+    if deal is not None:
+        _check_dealt(deal, spec, slopes)
+        held = deal.rows_before(lengths, R)
+        if spec.window is not None:
+            nearest = deal.rows_before(jnp.maximum(lengths - spec.window, 0), R)
+    alone, several = (tokens == 1) & (held > (0 if nearest is None else nearest)), (tokens > 1) & (held > 0)
     how: Any = {"scales": scales, "sinks": sinks, "slopes": slopes, "interpret": interpret}
     limits = tpu_sizes.decode_limits(lanes, q.shape[1], pages)
     blocks = decode_blocks(table.shape[1] * R, R, lanes.row * pages.dtype.itemsize, limits)
@@ -90,8 +99,9 @@ def paged_attention(
     def rows(q: jax.Array, row_starts: jax.Array) -> tuple[jax.Array, jax.Array | None]:
         spread = joined.spread(q, lanes)
         return attend_rows(
-            spread, pages, table, lengths, row_starts, alone, lanes, spec, blocks=blocks, with_lse=with_lse, **how
-        )
+            spread, pages, table, held, row_starts, alone, lanes, spec,
+            blocks=blocks, nearest=nearest, with_lse=with_lse, **how,
+        )  # fmt: skip
 
     def chunks(
         q: jax.Array, out: jax.Array, lse: jax.Array | None, up: jax.Array | None = None
@@ -99,7 +109,7 @@ def paged_attention(
         if lse is not None:
             lse = jnp.broadcast_to(lse[..., None], (*lse.shape, joined.LANES))
         out, lse = attend_chunks(
-            q, pages, table, lengths, row_starts, several, out, lse, lanes, spec, tree=tree, up=up, **how
+            q, pages, table, lengths, row_starts, several, out, lse, lanes, spec, tree=tree, up=up, deal=deal, **how
         )
         return out, None if lse is None else lse[..., 0]
 
@@ -118,8 +128,17 @@ def paged_attention(
         if up is not None:
             out = latent.values(out, up, h)
     used = jnp.arange(q.shape[0], dtype=jnp.int32) < row_starts[-1]
+    if deal is not None:  # and not of a slot of which nothing is here
+        used &= (alone | several)[jnp.minimum(query_slots(row_starts, q.shape[0]), alone.shape[0] - 1)]
     out = jnp.where(used[:, None, None], out, 0)
     return out, None if lse is None else jnp.where(used[:, None], lse, -jnp.inf)
+
+
+def _check_dealt(deal: Deal, spec: AttentionSpec, slopes: jax.Array | None) -> None:
+    if slopes is not None:
+        raise NotImplementedError("dealt pages with ALiBi on the TPU's kernels: take the backend 'xla'")
+    if spec.sink_rows:
+        raise NotImplementedError("dealt pages with sink rows on the TPU's kernels: take the backend 'xla'")
 
 
 def _absorbed_alone(

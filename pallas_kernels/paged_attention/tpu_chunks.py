@@ -30,6 +30,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from kvjax.pallas_kernels.dealt import Deal
 from kvjax.pallas_kernels.joined import LANES, Lanes, Unit
 from kvjax.pallas_kernels.paged_attention import tpu_sizes
 from kvjax.pallas_kernels.paged_attention.spec import AttentionSpec
@@ -52,7 +53,7 @@ HEADS = 8  # of a group that shares expanded latents: a tile of sublanes, so tha
 # What the kernel knows of a query block; see _worklist.
 FIELDS = (
     "slot", "base", "skip", "size", "position", "last", "tree_start", "visits", "sink_visits", "start", "first_page",
-    "group",
+    "group", "floor",
 )  # fmt: skip
 
 
@@ -93,6 +94,7 @@ def _worklist(
     R: int,
     M: int,
     groups: int,
+    deal: Deal | None,
 ) -> tuple[jax.Array, jax.Array]:
     """Cuts the tokens of wanted slots into query blocks: (J, len(FIELDS)) int32 and their number () int32.
 
@@ -100,6 +102,8 @@ def _worklist(
 
     A query block reads C packed tokens from `base` on; the `size` from `skip` on are its own. Its first query read has
     the position `position`, and rows up to `last` are seen. It visits KV blocks 0 … sink_visits - 1, then `start` …
+    Rows from `floor` on are in every query's window. Where pages are dealt, rows are those on this chip, and the first
+    query's `position` is the last row that it sees, −1 for none.
     """
     B = lengths.shape[0]
     J = min(T, T // C + B) * groups
@@ -117,13 +121,17 @@ def _worklist(
     before = lengths[slot] - tokens[slot]  # rows of earlier steps
     nearest = before + offset  # position of the block's first query
     last = lengths[slot] - 1 if tree else nearest + size - 1
-    last = jnp.minimum(last, M * R - 1)
-    first_row, sink_rows = jnp.zeros_like(first), 0
+    first_row, sink_rows, floor = jnp.zeros_like(first), 0, jnp.zeros_like(first)
     if spec.window is not None:
         first_row = jnp.maximum(nearest - (spec.window - 1), 0)
+        floor = jnp.maximum(nearest + size - spec.window, 0)
         sink_rows = spec.sink_rows
+    if deal is not None:
+        first_row, floor = (deal.rows_before(x, R) for x in (first_row, floor))
+        last, nearest = (deal.rows_before(jnp.maximum(x, 0) + 1, R) - 1 for x in (last, nearest))
+    last = jnp.minimum(last, M * R - 1)
     sink_visits = jnp.minimum(-(-sink_rows // S), last // S + 1)
-    start = jnp.maximum(first_row // S, sink_visits)
+    start = jnp.maximum(jnp.minimum(first_row // S, jnp.maximum(last, 0) // S), sink_visits)
     visits = jnp.maximum(sink_visits + jnp.maximum(last // S + 1 - start, 0), 1)
     values = {
         "slot": slot,
@@ -138,8 +146,26 @@ def _worklist(
         "start": start,
         "first_page": first_row // R,
         "group": group,
+        "floor": floor,
     }
     return jnp.stack([values[name].astype(jnp.int32) for name in FIELDS], axis=1), ends[-1] * groups
+
+
+def _dealt_bounds(
+    lengths: jax.Array,
+    row_starts: jax.Array,
+    slot: jax.Array,
+    token: jax.Array,
+    spec: AttentionSpec,
+    deal: Deal,
+    R: int,
+) -> jax.Array:
+    """(J, 2, C) int32: the last row here that each packed token (J, C) of a slot (J,) sees, and its window's first."""
+    position = jnp.maximum((lengths - row_starts[1:])[slot][:, None] + token, 0)  # before 0: tokens of other slots
+    first = jnp.zeros_like(position)
+    if spec.window is not None:
+        first = deal.rows_before(jnp.maximum(position - (spec.window - 1), 0), R)
+    return jnp.stack([deal.rows_before(position + 1, R) - 1, first], axis=1)
 
 
 def _wide(x: jax.Array, lanes: int) -> jax.Array:
@@ -180,6 +206,7 @@ def attend_chunks(
     slopes: jax.Array | None = None,
     tree: jax.Array | None = None,
     up: jax.Array | None = None,
+    deal: Deal | None = None,
     blocks: tuple[int, int] | None = None,
     interpret: bool | pltpu.InterpretParams = False,
 ) -> tuple[jax.Array, jax.Array | None]:
@@ -203,6 +230,7 @@ def attend_chunks(
       tree: (T, W) int32: bit j of token i's words tells whether it sees its slot's new token j.
       up: (N, h + Hv, latent) of latent pages: q is then (T, N, h + r), as it comes, and out (T, N, Hv padded to a
         multiple of 128). Only where `expands`, and without sinks and slopes.
+      deal: which rows the pages hold, where a sequence's are dealt over chips; without slopes, tree and sink rows.
       blocks: (C, S), to override the sizes of query and KV blocks.
       interpret: as in pallas_call.
 
@@ -247,6 +275,7 @@ def attend_chunks(
             sinks=sinks,
             slopes=slopes,
             tree=tree,
+            deal=deal,
             blocks=blocks,
             interpret=interpret,
         )
@@ -279,7 +308,7 @@ def attend_chunks(
 
     if T < C:
         q = jnp.pad(q, [(0, C - T), (0, 0), (0, 0)])
-    work, used = _worklist(lengths, row_starts, wanted, spec, tree is not None, T, C, S, R, M, groups)
+    work, used = _worklist(lengths, row_starts, wanted, spec, tree is not None, T, C, S, R, M, groups, deal)
     table = jnp.pad(table, [(0, 0), (0, -M % LANES)]).reshape(-1, 1, LANES)  # rows that a DMA may fetch into SMEM
 
     def rows_of(x: jax.Array) -> jax.Array:
@@ -328,9 +357,13 @@ def attend_chunks(
         operands["sinks"] = rows_of(sinks), vmem
     if slopes is not None:
         operands["slopes"] = rows_of(slopes), vmem
+    place = jnp.arange(max(C, W), dtype=jnp.int32)[None, :] % C
+    read = jnp.minimum(work[:, FIELDS.index("base")][:, None] + place, T - 1)
+    if deal is not None:
+        bounds = _dealt_bounds(lengths, row_starts, work[:, FIELDS.index("slot")], read, spec, deal, R)
+        operands["bounds"] = bounds.reshape(-1, 2, max(C, W) // W, W).swapaxes(1, 2), any_
+        scratch["bounds_buf"] = pltpu.VMEM((max(C, W) // W, 2, W), jnp.int32)
     if tree is not None:
-        place = jnp.arange(max(C, W), dtype=jnp.int32)[None, :] % C
-        read = jnp.minimum(work[:, FIELDS.index("base")][:, None] + place, T - 1)
         words = tree[read].reshape(-1, max(C, W) // W, W, tree.shape[1]).swapaxes(2, 3)
         operands["tree"] = words, any_
         scratch["tree_buf"] = pltpu.VMEM(words.shape[1:], jnp.int32)
@@ -410,6 +443,7 @@ def _kernel(
     factor = spec.scale * LOG2E if cap is None else spec.scale / cap  # scores come out in powers of 2
     pair = 4 // ref.q_buf.dtype.itemsize
     used = ref.used[0]
+    own_words = "tree" in have or "bounds" in have  # of each query, that come and go with the query block
 
     def field(j, name):
         return ref.work[j * len(FIELDS) + FIELDS.index(name)]
@@ -486,8 +520,9 @@ def _kernel(
 
     def query_copies(j):
         copies = [pltpu.make_async_copy(own_heads(ref.q, j).at[pl.ds(field(j, "base"), C)], ref.q_buf, ref.q_sem)]
-        if "tree" in have:
-            copies += [pltpu.make_async_copy(ref.tree.at[j], ref.tree_buf, ref.q_sem)]
+        for name in ("tree", "bounds"):
+            if name in have:
+                copies += [pltpu.make_async_copy(getattr(ref, name).at[j], getattr(ref, f"{name}_buf"), ref.q_sem)]
         return copies
 
     def up_copy(j):
@@ -568,6 +603,10 @@ def _kernel(
 
     def seen(j, chunk, key):
         """Whether the queries of a chunk see rows `key` (tokens, W)."""
+        if "bounds" in have:
+            bounds = ref.bounds_buf[chunk & (max(C // W, 1) - 1)]
+            visible = key <= bounds[:1]
+            return visible if window is None else visible & (key >= bounds[1:])
         query = chunk * W + jax.lax.broadcasted_iota(jnp.int32, (1, W), 1)
         position = field(j, "position") + (query & (C - 1))
         if "tree" in have:
@@ -842,7 +881,7 @@ def _kernel(
         """`count` KV blocks have been visited before."""
         wait_queries(j)
         load_queries()
-        if "tree" not in have:  # else its words are still needed
+        if not own_words:  # else they are still needed
 
             @pl.when(j + 1 < used)
             def _():
@@ -880,7 +919,7 @@ def _kernel(
             else:
                 clear_of_edges = (block + 1) * S - 1 <= nearest
             if window is not None:
-                clear_of_edges &= block * S > nearest + field(j, "size") - 1 - window
+                clear_of_edges &= block * S >= field(j, "floor")
 
             @pl.when(clear_of_edges)
             def attend_inside():
@@ -903,7 +942,7 @@ def _kernel(
 
         store_outputs()
         each_store(j, lambda copy: copy.start())
-        if "tree" in have:
+        if own_words:
 
             @pl.when(j + 1 < used)
             def _():

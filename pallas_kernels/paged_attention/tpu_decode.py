@@ -51,30 +51,39 @@ class _Walk:
     All numbers but the static ones are traced scalars.
     """
 
-    def __init__(self, spec: AttentionSpec, rows: int, pages: int):
-        self.spec, self.rows, self.pages = spec, rows, pages
+    def __init__(self, spec: AttentionSpec, rows: int, pages: int, ref):
+        self.spec, self.rows, self.pages, self.ref = spec, rows, pages, ref
         self.sink_pages = -(-spec.sink_rows // rows)
 
-    def _start(self, length):
+    def nearest(self, i):
+        """The first row of slot i's window, if there is one."""
+        if hasattr(self.ref, "nearest"):  # dealt
+            return self.ref.nearest[i]
+        return self.ref.length[i] - self.spec.window
+
+    def _start(self, i):
         """First column of the window, and whether the pages of the sinks lie apart, before it."""
         if self.spec.window is None:
             return jnp.int32(0), jnp.bool_(False)
-        start = jax.lax.div(jnp.maximum(length - self.spec.window, 0), jnp.int32(self.rows))
+        start = jax.lax.div(jnp.maximum(self.nearest(i), 0), jnp.int32(self.rows))
         if not self.sink_pages:
             return start, jnp.bool_(False)
         apart = start > self.sink_pages
         return jnp.where(apart, start, 0), apart
 
-    def blocks(self, length):
-        """How many blocks."""
-        start, apart = self._start(length)
-        end = jax.lax.div(length + self.rows - 1, jnp.int32(self.rows))
+    def _end(self, i):
+        return jax.lax.div(self.ref.length[i] + self.rows - 1, jnp.int32(self.rows))
+
+    def blocks(self, i):
+        """How many blocks slot i has."""
+        start, apart = self._start(i)
+        end = self._end(i)
         return jax.lax.div(end - start + self.pages - 1, jnp.int32(self.pages)) + apart.astype(jnp.int32)
 
-    def block(self, length, j):
-        """Block j: (first column, number of pages)."""
-        start, apart = self._start(length)
-        end = jax.lax.div(length + self.rows - 1, jnp.int32(self.rows))
+    def block(self, i, j):
+        """Block j of slot i: (first column, number of pages)."""
+        start, apart = self._start(i)
+        end = self._end(i)
         first = start + (j - apart.astype(jnp.int32)) * self.pages
         count = jnp.minimum(end - first, self.pages)
         if not self.sink_pages:
@@ -82,11 +91,11 @@ class _Walk:
         of_sinks = apart & (j == 0)
         return jnp.where(of_sinks, 0, first), jnp.where(of_sinks, self.sink_pages, count)
 
-    def seen(self, position, end, length):
-        """Which keys of a block that ends before position `end` the query at the end of the slot sees."""
+    def seen(self, position, end, i):
+        """Which rows of a block that ends before row `end` the query at the end of slot i sees."""
         seen = position < end
         if self.spec.window is not None:
-            near = position >= length - self.spec.window
+            near = position >= self.nearest(i)
             seen &= (near | (position < self.spec.sink_rows)) if self.spec.sink_rows else near
         return seen
 
@@ -100,12 +109,12 @@ def _kernel(
     has_scales, has_codes, has_lse = ("scales" in names), ("codes" in names), ("lse" in names)
     by_page = has_scales and len(ref.scale_buffer.shape) == 4
     pages = blocks.block // rows
-    walk = _Walk(spec, rows, pages)
+    walk = _Walk(spec, rows, pages, ref)
     some = min(pages, 8)  # pages of a block that is not full are fetched so many a round, while there are as many
     i, number = pl.program_id(0), ref.number[0]
 
     def table_copy(i, j, parity):
-        first, _ = walk.block(ref.length[i], j)
+        first, _ = walk.block(i, j)
         row = ref.slot[i] * table_rows + jax.lax.div(first, jnp.int32(LANES))
         return pltpu.make_async_copy(
             ref.table.at[pl.ds(row, ref.columns.shape[1])], ref.columns.at[parity], ref.table_sems.at[parity]
@@ -119,7 +128,7 @@ def _kernel(
             yield pltpu.make_async_copy(ref.scales.at[page], target, ref.scale_sems.at[parity])
 
     def fetch(i, j, parity):
-        first, count = walk.block(ref.length[i], j)
+        first, count = walk.block(i, j)
         offset = first & (LANES - 1)
 
         def fetch_page(k):
@@ -168,7 +177,7 @@ def _kernel(
 
     def after(i, j):
         """The block after block j of slot i; slot `number` where there is none."""
-        within = j + 1 < walk.blocks(ref.length[i])
+        within = j + 1 < walk.blocks(i)
         return jnp.where(within, i, i + 1), jnp.where(within, j + 1, 0)
 
     def clipped(i):
@@ -220,14 +229,14 @@ def _kernel(
                 def look_up_later():
                     table_copy(later_i, later_j, parity).start()
 
-            first, count = walk.block(length, j)
+            first, count = walk.block(i, j)
             arrive(count, parity)
             base = first * rows
             held = jnp.minimum(length - base, count * rows)
-            _attend(ref, parity, base, held, length, walk, lanes, spec, blocks, group, interpret)
+            _attend(ref, parity, base, held, i, walk, lanes, spec, blocks, group, interpret)
             ref.done[0] += 1
 
-        jax.lax.fori_loop(0, walk.blocks(length), attend_block, None)
+        jax.lax.fori_loop(0, walk.blocks(i), attend_block, None)
         for u in range(len(lanes.units)):
             total = jnp.sum(ref.total[u], axis=1, keepdims=True)
             top = ref.top[u][:, :1]
@@ -270,7 +279,7 @@ class _Scales:
         return jnp.concatenate(parts, axis=0)
 
 
-def _attend(ref, parity, base, held, length, walk, lanes, spec, blocks, group, interpret):
+def _attend(ref, parity, base, held, i, walk, lanes, spec, blocks, group, interpret):
     """Adds a block's `held` rows, the first of them at position `base`, to the running softmax of every unit."""
     native, has_slopes = hasattr(ref, "codes"), hasattr(ref, "slopes")
     kv_ref, queries = ref.buffer.at[parity], ref.codes if native else ref.q.at[0]
@@ -292,7 +301,7 @@ def _attend(ref, parity, base, held, length, walk, lanes, spec, blocks, group, i
     def attend_piece(start, piece, ahead):
         place = pl.ds(start, piece)
         position = base + start + jax.lax.broadcasted_iota(jnp.int32, (1, piece), 1)
-        seen = walk.seen(position, base + held, length)
+        seen = walk.seen(position, base + held, i)
 
         def scores(u):
             unit = lanes.units[u]
@@ -306,7 +315,7 @@ def _attend(ref, parity, base, held, length, walk, lanes, spec, blocks, group, i
             if spec.soft_cap is not None:
                 s = spec.soft_cap * jnp.tanh(s / spec.soft_cap)
             if has_slopes:
-                s = s - ref.slopes[u][:, :1] * (length - 1 - position).astype(jnp.float32)
+                s = s - ref.slopes[u][:, :1] * (ref.length[i] - 1 - position).astype(jnp.float32)
             return jnp.where(seen, s * LOG2E, MASKED)
 
         def absorb(u, s):
@@ -394,6 +403,7 @@ def attend_rows(
     spec: AttentionSpec,
     *,
     blocks: DecodeBlocks,
+    nearest: jax.Array | None = None,
     scales: jax.Array | None = None,
     sinks: jax.Array | None = None,
     slopes: jax.Array | None = None,
@@ -412,6 +422,8 @@ def attend_rows(
       lanes: where heads lie.
       spec: scale, window, sink rows, soft cap.
       blocks: how the work is cut up.
+      nearest: (B,) int32 first row of each slot's window, where it is not `spec.window` before its length: of dealt
+        pages, of which lengths and rows are those on this chip.
       scales: (P, 2·K, R) or (P, 2·K) float32 of quantized rows or pages, K's heads first; None where there are none.
       sinks: (N,) float32 or None.
       slopes: (N,) float32 or None.
@@ -449,14 +461,17 @@ def attend_rows(
     flat = jnp.pad(table, ((0, 0), (0, table_rows * LANES - M))).reshape(B * table_rows, 1, LANES)
     flat = jnp.pad(flat, ((0, fetched), (0, 0), (0, 0)))
 
-    def of_token(i, number, slot, token, length):
-        del number, slot, length
+    def of_token(i, number, slot, token, *_):
+        del number, slot
         return token[i], 0, 0, 0
 
     everywhere = pl.BlockSpec(memory_space=pl.ANY)
     running = (units, padded_rows, LANES)
     names = ["number", "slot", "token", "length"]
-    scalars = (number[None], used, token, lengths[used])
+    scalars: tuple[jax.Array, ...] = (number[None], used, token, lengths[used])
+    if nearest is not None:
+        names.append("nearest")
+        scalars = (*scalars, nearest[used])
     inputs = {
         "q": (by_unit(q, 1), pl.BlockSpec((1, units, padded_rows, q.shape[2]), of_token)),
         "table": (flat, everywhere),

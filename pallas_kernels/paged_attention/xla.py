@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from kvjax.pallas_kernels import joined
+from kvjax.pallas_kernels.dealt import Deal
 from kvjax.pallas_kernels.paged_attention.reference import tree_bit
 from kvjax.pallas_kernels.paged_attention.spec import AttentionSpec
 
@@ -77,6 +78,7 @@ def paged_attention(
     slopes: jax.Array | None = None,
     tree: jax.Array | None = None,
     scales: jax.Array | None = None,
+    deal: Deal | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Arguments as in `kvjax.pallas_kernels.paged_attention.paged_attention`."""
     (T, N, _), B = q.shape, table.shape[0]
@@ -86,7 +88,7 @@ def paged_attention(
     else:
         Hv = (spec.latent or 0) if v_pages is None else v_pages.shape[-1]
     carry = jnp.zeros((T, N, Hv), q.dtype), jnp.full((T, N), -jnp.inf, jnp.float32)
-    arrays = q, k_pages, v_pages, table, lengths, row_starts, sinks, slopes, tree, scales
+    arrays = q, k_pages, v_pages, table, lengths, row_starts, sinks, slopes, tree, scales, deal
     carry = _attend_blocks(carry, *arrays, spec, tokens == 1, 1, min(T, B))
     if max_query > 1:
         C = min(BLOCK, 1 << (max_query - 1).bit_length())
@@ -106,6 +108,7 @@ def _attend_blocks(
     slopes: jax.Array | None,
     tree: jax.Array | None,
     scales: jax.Array | None,
+    deal: Deal | None,
     spec: AttentionSpec,
     wanted: jax.Array,
     C: int,
@@ -125,6 +128,9 @@ def _attend_blocks(
         row_slopes = jnp.tile(slopes.reshape(K, 1, G), (1, C, 1)).reshape(1, K, C * G, 1)
     if v_pages is None and head_major:
         v_rows = k_rows  # the first Hv numbers of the transposed keys
+    sink_rows: int | jax.Array = spec.sink_rows
+    if deal is not None:
+        sink_rows = deal.rows_before(jnp.int32(spec.sink_rows), R)
     blocks = query_blocks(row_starts, lengths, wanted, C, -(-most // tile) * tile)
 
     def attend_tile(i: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
@@ -135,11 +141,20 @@ def _attend_blocks(
         token = first[:, None] + step
         position = jnp.where(live, (lengths[slot] - row_starts[slot + 1])[:, None] + token, -1)  # sees nothing
 
+        # The rows that a token sees, here and on this chip: first … last.
+        held, last = lengths[slot], position
+        first_row = position - ((spec.window or 0) - 1)
+        if deal is not None:
+            held, last = deal.rows_before(held, R), deal.rows_before(position + 1, R) - 1
+            first_row = deal.rows_before(jnp.maximum(first_row, 0), R)
+
         # (tile, C, N, H) → (tile, K, C·G, H): the heads of a group share K and V, so they are rows of one product.
         grouped = q.at[token].get(mode="clip").reshape(tile, C, K, G, -1).swapaxes(1, 2)
         queries = grouped.reshape(tile, K, C * G, -1) * jnp.asarray(spec.scale, q.dtype)
-        row_position = jnp.repeat(position, G, axis=1)[:, None, :, None]
-        row_table, row_length = table[slot], lengths[slot][:, None]
+        row_position, row_last, row_first = (
+            jnp.repeat(x, G, axis=1)[:, None, :, None] for x in (position, last, first_row)
+        )
+        row_table, row_length = table[slot], held[:, None]
 
         def attend_page(page: jax.Array, state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
             m, l, acc = state
@@ -166,16 +181,16 @@ def _attend_blocks(
                 s = jnp.float32(spec.soft_cap) * jnp.tanh(s / jnp.float32(spec.soft_cap))
             key = key[None, None, None, :]
             if slopes is not None:
-                s = s - row_slopes * (row_position - key).astype(jnp.float32)
-            seen = key <= row_position
+                at = key if deal is None else deal.position(key, R)
+                s = s - row_slopes * (row_position - at).astype(jnp.float32)
+            seen = key <= row_last
             if tree is not None:
                 own = key - (row_length - row_size)[:, :, None, None]
                 bits = tree_bit(row_tree, jnp.broadcast_to(own, (tile, C, 1, R)).reshape(tile * C, R))
                 bits = jnp.repeat(bits.reshape(tile, 1, C, R), G, axis=2)
                 seen = jnp.where(own < 0, True, bits) & (row_position >= 0)
             if spec.window is not None:
-                near = key > row_position - spec.window
-                seen &= near | (key < spec.sink_rows)
+                seen &= (key >= row_first) | (key < sink_rows)
             s = jnp.where(seen, s, MASKED)
             m_new = jnp.maximum(m, s.max(axis=-1))
             shrink = jnp.exp(m - m_new)
@@ -190,16 +205,16 @@ def _attend_blocks(
         if tree is not None:
             row_tree = tree.at[token].get(mode="clip").reshape(tile * C, -1)
         first_page = jnp.int32(0)
-        last_page = position.max() // R + 1
+        last_page = last.max() // R + 1
         if tree is not None:  # a token may see rows behind it
             last_page = (jnp.where(live, row_length, 0).max() + R - 1) // R
         if spec.window is not None:
-            nearest = jnp.where(live, position - (spec.window - 1), jnp.int32(2**30)).min()
+            nearest = jnp.where(live, first_row, jnp.int32(2**30)).min()
             first_page = jnp.maximum(nearest, 0) // R
         shape = (tile, K, C * G)
         state = (jnp.full(shape, FLOOR, jnp.float32), jnp.zeros(shape), jnp.zeros((*shape, Hv)))
         if spec.window is not None and spec.sink_rows:
-            sink_pages = jnp.minimum(-(-spec.sink_rows // R), first_page)
+            sink_pages = jnp.minimum((sink_rows + R - 1) // R, first_page)
             state = jax.lax.fori_loop(0, sink_pages, attend_page, state)
         m, l, acc = jax.lax.fori_loop(first_page, last_page, attend_page, state)
         if sinks is not None:
@@ -212,6 +227,8 @@ def _attend_blocks(
             """(tile, K, C·G, ...) → (tile, C, N, ...)."""
             return x.reshape(tile, K, C, G, *x.shape[3:]).swapaxes(1, 2).reshape(tile, C, N, *x.shape[3:])
 
+        nothing = l == 0.0  # where pages are dealt; otherwise a token sees itself
+        l, m = jnp.where(nothing, 1.0, l), jnp.where(nothing, -jnp.inf, m)
         place = jnp.where(live, token, T)
         out = out.at[place].set(packed(acc / l[..., None]).astype(out.dtype), mode="drop")
         return out, lse.at[place].set(packed(m + jnp.log(l)), mode="drop")
