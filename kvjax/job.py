@@ -14,10 +14,9 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-from kvjax import engine, plans, prefix, sampling
+from kvjax import engines, plans, prefix, sampling, sharding
 from kvjax import requests as table
 from kvjax.errors import RequestError
 from kvjax.plans import Model, Options, Plan, Request
@@ -177,6 +176,8 @@ class Job:
         self._began = clock()
         self._cancelled: list[Output] = []
         self._before = dict.fromkeys(_STATISTICS, 0)
+        self._seen: dict[str, np.ndarray] = {}  # of each engine, at the last look
+        self._at: dict[int, int] = {}  # the engine of each live request
 
     # --- requests ------------------------------------------------------------------------------------------
     def add(self, request: Request) -> int:
@@ -202,7 +203,7 @@ class Job:
         for some in _batched(found, 64):
             padded = np.asarray([*some, *[-1] * (64 - len(some))], np.int32)
             assert self.program is not None
-            self.state = engine.cancel(self.program, self.state, self._policy(jnp.int32(0), False), padded)
+            self.state = engines.cancel(self.program, self.state, self._policy(0, False), padded)
 
     @property
     def unfinished(self) -> int:
@@ -214,7 +215,7 @@ class Job:
         """How many requests more the device could take; before the first segment, `AHEAD`."""
         if self.plan is None:
             return max(0, AHEAD - len(self.waiting))
-        return max(0, self.plan.queue - len(self.live) - len(self.waiting))
+        return max(0, self._engines * self.plan.queue - len(self.live) - len(self.waiting))
 
     # --- segments ------------------------------------------------------------------------------------------
     def advance(self, *, follow: bool = False, more: bool = False) -> Report:
@@ -231,32 +232,42 @@ class Job:
             finished += self._run(more or bool(self.waiting))
             running = self._view() if follow else []
         counts = self.statistics()
-        waiting = len(self.waiting) + int(self.state.line.count if self.state is not None else 0)
+        waiting = len(self.waiting) + int(self._seen["waiting"].sum() if self.state is not None else 0)
         return Report(tuple(finished), tuple(running), waiting, **{name: counts[name] for name in _STATISTICS})
 
     def _run(self, more: bool) -> list[Output]:
         assert self.plan is not None and self.program is not None
-        steps = jnp.int32(self._pace.steps)
+        policy = self._policy(self._pace.steps, more)
         with self._pace:
-            self.state = engine.run(
-                self.program, self.model.params, self.state, self._policy(steps, more), packed=self.plan.packed
-            )
+            self.state = engines.run(self.program, self.model.params, self.state, policy, packed=self.plan.packed)
             finished = self._collect()
-            self._pace.step = int(self.state.step)
+            self._look()
+            self._pace.step = int(self._seen["step"].max())
         return finished
 
-    def _policy(self, steps: jax.Array, more: bool) -> Policy:
+    def _look(self) -> None:
+        """Notes what the device says of itself."""
+        assert self.program is not None
+        seen = jax.device_get(engines.glance(self.program, self.state))
+        self._seen = {name: np.array(value) for name, value in seen.items()}
+
+    @property
+    def _engines(self) -> int:
+        return sharding.sizes(self.model.mesh)["data"]
+
+    def _policy(self, steps: int, more: bool) -> Policy:
         """With more to come the segment ends while the line can still fill all slots: who runs with whom does not
         depend on when the host looks."""
         assert self.plan is not None and self.state is not None
         slots, options = self.plan.cache.slots, self.options
+        low = np.minimum(slots if more else 0, self._seen["waiting"]).astype(np.int32)
         ttl = prefix.FOREVER if options.prefix_ttl is None else min(round(options.prefix_ttl), prefix.FOREVER)
         return Policy(
-            steps=steps,
-            low=jnp.minimum(slots if more else 0, self.state.line.count),
-            refill=jnp.int32(max(1, slots // 8) if options.refill is None else options.refill),
-            clock=jnp.int32(self.seconds),
-            ttl=jnp.int32(ttl),
+            steps=np.int32(steps),
+            low=low if self._engines > 1 else low[0],
+            refill=np.int32(max(1, slots // 8) if options.refill is None else options.refill),
+            clock=np.int32(self.seconds),
+            ttl=np.int32(ttl),
         )
 
     @property
@@ -265,19 +276,24 @@ class Job:
         return int(self._clock() - self._began)
 
     def _collect(self) -> list[Output]:
-        assert self.plan is not None
+        assert self.plan is not None and self.program is not None
         outputs: list[Output] = []
         most = self.plan.cache.slots
         while True:
-            self.state, rows = engine.collect(self.state, most=most)
+            self.state, rows = engines.collect(self.program, self.state, most=most)
             rows = jax.device_get(rows)
             found = [i for i, order in enumerate(rows.order.tolist()) if order >= 0]
-            outputs += [_output(rows, i, self.live.pop(int(rows.order[i])).request) for i in found]
-            if len(found) < most:
+            outputs += [_output(rows, i, self._leave(int(rows.order[i])).request) for i in found]
+            if (rows.order.reshape(-1, most) < 0).any(axis=1).all():
                 return sorted(outputs, key=lambda output: (output.request.index, output.request.sample))
 
+    def _leave(self, order: int) -> Entry:
+        del self._at[order]
+        return self.live.pop(order)
+
     def _view(self) -> list[Output]:
-        rows = jax.device_get(engine.view(self.state))
+        assert self.program is not None
+        rows = jax.device_get(engines.view(self.program, self.state))
         return [_output(rows, i, self.live[order].request) for i, order in enumerate(rows.order.tolist()) if order >= 0]
 
     # --- to the device and back ----------------------------------------------------------------------------
@@ -286,14 +302,44 @@ class Job:
         if self.plan is None or not all(self.plan.covers(self.model, entry.request) for entry in self.waiting):
             self._rebuild()
         assert self.plan is not None
-        free = self._watched(self.plan.queue - len(self.live))
+        free = self._watched(self._engines * self.plan.queue - len(self.live))
         self._update_automata()
+        assert self.program is not None
+        load = self._load()
         while self.waiting and free > 0:
-            count = min(free, len(self.waiting), self.plan.cache.slots)
-            entries = [self.waiting.popleft() for _ in range(count)]
-            self.state = engine.submit(self.state, self._rows(entries))
-            self.live.update({entry.order: entry for entry in entries})
-            free -= count
+            shares: list[list[Entry]] = [[] for _ in load]
+            while self.waiting and free > 0:
+                chosen = self._least(load, shares)
+                if chosen is None:
+                    break
+                entry = self.waiting.popleft()
+                shares[chosen].append(entry)
+                load[chosen] = load[chosen][0] + 1, load[chosen][1] + _work(entry)
+                free -= 1
+            rows = [self._rows(entries) for entries in shares]
+            new = rows[0] if len(rows) == 1 else jax.tree.map(lambda *x: np.stack(x), *rows)
+            self.state = engines.submit(self.program, self.state, new)
+            for e, entries in enumerate(shares):
+                self.live.update({entry.order: entry for entry in entries})
+                self._at.update({entry.order: e for entry in entries})
+                self._seen["waiting"][e] += len(entries)
+
+    def _load(self) -> list[tuple[int, int]]:
+        """Of each engine: requests in its table, and the tokens that they may come to hold."""
+        held: list[list[Entry]] = [[] for _ in range(self._engines)]
+        for order, entry in self.live.items():
+            held[self._at[order]].append(entry)
+        return [(len(entries), sum(map(_work, entries))) for entries in held]
+
+    def _least(self, load: Sequence[tuple[int, int]], shares: Sequence[Sequence[Entry]]) -> int | None:
+        """The engine with the least to do that has room; samples of one prompt go to one, which shares its pages."""
+        assert self.plan is not None
+        slots, queue, entry = self.plan.cache.slots, self.plan.queue, self.waiting[0]
+        room = [e for e, (number, _) in enumerate(load) if number < queue and len(shares[e]) < slots]
+        for e in room:
+            if shares[e] and shares[e][-1].request.prompt == entry.request.prompt:
+                return e
+        return min(room, key=lambda e: load[e][1], default=None)
 
     def _rebuild(self) -> None:
         """A new state with shapes for everything that waits and runs; what runs is computed again."""
@@ -305,6 +351,7 @@ class Job:
         assert self.plan is not None
         self._table = self._bank.shape, len(self._bank)
         self.program, self.state = plans.start(self.model, self.plan, self._bank.table())
+        self._look()
         self._pace.begin_again()
 
     def _update_automata(self) -> None:
@@ -313,7 +360,7 @@ class Job:
         elif self._table != (self._bank.shape, len(self._bank)):
             # A larger table is another program; one of the same shape only has more of it in use.
             self._table = self._bank.shape, len(self._bank)
-            self.state = self.state.replace(automata=jnp.asarray(self._bank.table()))
+            self.state = self.state.replace(automata=sharding.put(self._bank.table(), self.state.automata.sharding))
 
     def _watched(self, most: int) -> int:
         """How many of the first `most` that wait have their stop strings in the table.
@@ -338,10 +385,12 @@ class Job:
         for stop in sorted(used, key=sorted):
             self._bank.add(stop)
         if self.state is not None:
-            orders = np.asarray(self.state.requests.order).tolist()
-            live = [self.live.get(order) for order in orders]
+            self._look()
+            live = [self.live.get(order) for order in self._seen["order"].reshape(-1).tolist()]
             ids = [0 if entry is None else self._bank.add(entry.request.params.stop) for entry in live]
-            requests = self.state.requests.replace(automaton=jnp.asarray(np.asarray(ids, np.int32)))
+            old = self.state.requests.automaton
+            new = sharding.put(np.asarray(ids, np.int32).reshape(old.shape), old.sharding)
+            requests = self.state.requests.replace(automaton=new)
             self._table = _STALE
             self.state = self.state.replace(requests=requests)
 
@@ -351,14 +400,15 @@ class Job:
             entries = self._entries()
             self._before = self.statistics()
             self.waiting = collections.deque(entries)
-            self.live, self.state, self.program = {}, None, None
+            self.live, self._at, self.state, self.program = {}, {}, None, None
 
     def _entries(self) -> list[Entry]:
         """All unfinished requests as if they had been preempted, by order; those that have ended are collected."""
         if self.state is None:
             return list(self.waiting)
+        assert self.program is not None
         self._cancelled += self._collect()
-        rows = jax.device_get(_every_row(self.state))
+        rows = jax.device_get(engines.view(self.program, self.state, every=True))
         entries = [
             _entry(rows, i, self.live[order])
             for i, order in enumerate(rows.order.tolist())
@@ -403,8 +453,11 @@ class Job:
         self.program = plans.program_of(
             self.model, shapes.cache, logprobs=shapes.logprobs, backend=shapes.backend, share=shapes.share
         )
-        self.state = state.replace(automata=jnp.asarray(self._bank.table()))
+        self.state = state.replace(automata=sharding.put(self._bank.table(), state.automata.sharding))
         self._table = self._bank.shape, len(self._bank)
+        self._look()
+        held = self._seen["order"].tolist()
+        self._at = {order: e for e, row in enumerate(held) for order in row if order in self.live}
 
     def _rows(self, entries: Sequence[Entry]) -> Rows:
         assert self.plan is not None
@@ -440,8 +493,7 @@ class Job:
         """The counters of a `Report`."""
         if self.state is None:
             return dict(self._before)
-        stats = self.state.stats
-        return {name: self._before[name] + int(getattr(stats, name)) for name in _STATISTICS}
+        return {name: self._before[name] + int(self._seen[name].sum()) for name in _STATISTICS}
 
 
 _STATISTICS = ("computed", "hit", "preempted", "evicted")
@@ -549,9 +601,9 @@ def drive(job: Job, requests: Iterable[Request], *, follow: bool = False) -> Ite
         yield job.advance(follow=follow, more=bool(ahead) or not exhausted)
 
 
-@jax.jit
-def _every_row(state: EngineState) -> Rows:
-    return table.look(state.requests, jnp.arange(state.requests.status.shape[0], dtype=jnp.int32))
+def _work(entry: Entry) -> int:
+    """Tokens that a request may still have to be computed."""
+    return entry.request.length
 
 
 def _batched(items: Sequence[int], size: int) -> Iterator[Sequence[int]]:

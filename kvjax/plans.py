@@ -64,12 +64,12 @@ class Options:
     """How a job is run; none of these changes a token of its outputs.
 
     Attributes:
-      slots: B, most requests that run at once.
+      slots: B, most requests that run at once, in each engine (`kvjax.engines`).
       rows: R, tokens that a page holds on each chip; what the backend reads best when None. A page of a sequence that
         is dealt over n chips has n times as many.
       kv_bytes: bound on the memory of all K and V, on each chip.
       packed: T, most tokens of a step that computes prompts.
-      queue: Q, requests that the device holds, running ones included; chosen from `slots` when None.
+      queue: Q, requests that an engine holds, running ones included; chosen from `slots` when None.
       refill: idle slots at which waiting requests enter; an eighth of the slots when None.
       share_prefixes: whether requests share the K and V of equal beginnings.
       prefix_ttl: seconds for which a prefix can be found after its last use; None for no end.
@@ -188,7 +188,8 @@ def plan(model: Model, requests: Sequence[Request], options: Options, least: Pla
     biases, stops = sampling.widths(params, model.eos)
     asked = [p.logprobs for p in params if p.logprobs is not None]
     penalties = any(p.penalizes for p in params)
-    slots = min(options.slots, power_of_two(len(requests)))
+    engines = sharding.sizes(model.mesh)["data"]
+    slots = min(options.slots, power_of_two(-(-len(requests) // engines)))
     longest = max(request.length for request in requests)
     if least is not None:
         biases, stops, penalties = max(biases, least.biases), max(stops, least.stops), penalties or least.penalties
@@ -230,16 +231,16 @@ def _say_once(text: str) -> None:
 def _check(model: Model, options: Options, backend: str) -> None:
     """Raises NotImplementedError for a cache that the backend cannot read, with the reason."""
     layout, rows = options.layout or default_layout(backend), _rows(model, options, backend)
-    divided = _divided(model)
-    if backend.startswith("gpu") and divided["seq"] > 1:
+    over = divided(model)
+    if backend.startswith("gpu") and over["seq"] > 1:
         raise NotImplementedError("the GPU's kernels do not read sequences that are dealt over chips (mesh axis seq)")
-    config = CacheConfig(model.family.kv_specs(model.config, model.storage), 1, rows, 1, **divided)
+    config = CacheConfig(model.family.kv_specs(model.config, model.storage), 1, rows, 1, **over)
     for spec in map(config.on_chip, config.groups):
         lanes = Lanes(spec.kv_heads, spec.key_dim, spec.value_dim, spec.latent)
         check_pages(backend, layout, rows, spec.storage, lanes, model.dtype)
 
 
-def _divided(model: Model) -> dict[str, int]:
+def divided(model: Model) -> dict[str, int]:
     """How a cache is divided over the model's mesh: fields of CacheConfig."""
     axes = sharding.sizes(model.mesh)
     return {"seq": axes["seq"], "model": axes["model"], "query_heads": getattr(model.config, "heads", 0)}
@@ -269,8 +270,8 @@ def cache_config(model: Model, slots: int, longest: int, options: Options) -> Ca
         _check(model, options, backend)
     except NotImplementedError as error:
         raise RequestError(f"{error}: choose other rows, another storage or layout, or backend='xla'.") from error
-    divided = _divided(model)
-    rows = _rows(model, options, backend) * divided["seq"]
+    over = divided(model)
+    rows = _rows(model, options, backend) * over["seq"]
     per_slot = power_of_two(-(-longest // rows))
     config = CacheConfig(
         model.family.kv_specs(model.config, model.storage),
@@ -279,7 +280,7 @@ def cache_config(model: Model, slots: int, longest: int, options: Options) -> Ca
         per_slot,
         stacked=model.stacked,
         layout=layout_of(model, options),
-        **divided,
+        **over,
     )
     if model.stacked and len(config.groups) > 1:
         raise RequestError("Layers with different caches cannot be scanned: load with layers='unrolled'.")
@@ -337,11 +338,24 @@ def start(model: Model, shapes: Plan, automata: np.ndarray) -> tuple[Program, En
     return program, empty(jnp.asarray(automata))
 
 
+def placed(model: Model, shapes: Plan, state: EngineState) -> EngineState:
+    """The state of a plan, of arrays on the host, where the engine has it."""
+    program = program_of(model, shapes.cache, logprobs=shapes.logprobs, backend=shapes.backend, share=shapes.share)
+    where = engine_state.shardings(program, state, sharding.mesh_of(model.params))
+    if where is None:
+        return jax.tree.map(lambda host: sharding.put(host, None), state)
+    return jax.tree.map(sharding.put, state, where)
+
+
 @functools.lru_cache(maxsize=64)
 def _starter(
     program: Program, mesh: Mesh | None, rows: int, biases: int, stops: int, penalties: int | None
 ) -> Callable[[jax.Array], EngineState]:
     """Automata → an empty state, by one program rather than one for each array."""
-    init = functools.partial(engine_state.init, program, rows=rows, biases=biases, stops=stops, penalties=penalties)
+
+    def init(automata: jax.Array) -> EngineState:
+        one = engine_state.init(program, automata, rows=rows, biases=biases, stops=stops, penalties=penalties)
+        return engine_state.several(program, one)
+
     form = jax.eval_shape(init, jax.ShapeDtypeStruct((1, 2, 1), jnp.int8))
     return jax.jit(init, out_shardings=engine_state.shardings(program, form, mesh))

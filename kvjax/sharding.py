@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
@@ -76,6 +77,13 @@ def mesh_of(params: Any) -> Mesh | None:
         if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh):
             return sharding.mesh
     return None
+
+
+def put(host: np.ndarray, where: jax.sharding.Sharding | None) -> jax.Array:
+    """An array of the host's, copied to the devices: what is donated must not be memory of NumPy's."""
+    if where is None or len(where.device_set) == 1:
+        return jnp.array(host)
+    return jax.make_array_from_callback(host.shape, where, lambda index: np.array(host[index]))
 
 
 def within(mesh: AbstractMesh | None) -> contextlib.AbstractContextManager:

@@ -270,11 +270,11 @@ def _read_state(path: epath.Path, model: Model, memory: Memory, host: Mapping[st
 
     def leaf(place: Any, shape: jax.ShapeDtypeStruct) -> jax.Array:
         name = jax.tree_util.keystr(place, simple=True, separator=".")
-        # A copy: what is donated must not be memory of NumPy's.
-        return jnp.array(arrays.pop(name)) if name in arrays else jnp.zeros(shape.shape, shape.dtype)
+        return arrays.pop(name) if name in arrays else np.zeros(shape.shape, shape.dtype)
 
     state = jax.tree_util.tree_map_with_path(leaf, _abstract(model, memory.plan))
-    return state.replace(automata=jnp.array(stops.no_stops(len(model.token_bytes))))
+    state = state.replace(automata=stops.no_stops(len(model.token_bytes)))
+    return plans.placed(model, memory.plan, state)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -297,6 +297,7 @@ def _found(model: Model, options: Options, plan: Plan | None, memory: Memory, ho
         and _shaping(options) == host["options"]
         and held.cache.layout == layout_of(model, options)
         and held.cache.stacked == model.stacked
+        and all(getattr(held.cache, name) == size for name, size in plans.divided(model).items())
         and held.cache.specs == model.family.kv_specs(model.config, model.storage)
     )
     if not same or held is None:

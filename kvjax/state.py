@@ -18,6 +18,7 @@ from kvjax.cache import Cache, CacheConfig
 from kvjax.prefix import PrefixIndex
 from kvjax.requests import Line, Requests
 from kvjax.sampling import Counts, no_counts
+from kvjax.sharding import DATA, sizes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -165,16 +166,38 @@ def init(
 
 
 def shardings(program: Program, state: EngineState, mesh: Mesh | None) -> EngineState | None:
-    """Where the arrays of a state lie on a mesh: K and V divided, the rest everywhere; None without a mesh."""
+    """Where the arrays of a state lie on a mesh: each engine's on its part of `data`, and there K and V divided, the
+    rest everywhere; None without a mesh."""
     if mesh is None:
         return None
 
     def place(spec: PartitionSpec) -> NamedSharding:
         return NamedSharding(mesh, spec)
 
-    where = jax.tree.map(lambda _: place(PartitionSpec()), state)
-    kv = (kv_cache.shardings(program.cache, group.kv, g) for g, group in enumerate(state.cache.groups))
-    return where.replace(cache=kv_cache.with_pages(where.cache, [jax.tree.map(place, pages) for pages in kv]))
+    many = engine_count(program) > 1
+    where = jax.tree.map(place, specs(state) if many else jax.tree.map(lambda _: PartitionSpec(), state))
+    kv = [kv_cache.shardings(program.cache, group.kv, g) for g, group in enumerate(state.cache.groups)]
+    kv = jax.tree.map(lambda spec: place(PartitionSpec(DATA, *spec) if many else spec), kv)
+    return where.replace(cache=kv_cache.with_pages(where.cache, kv))
+
+
+def engine_count(program: Program) -> int:
+    """E, how many engines a program has."""
+    return sizes(program.mesh)[DATA]
+
+
+def several(program: Program, state: EngineState) -> EngineState:
+    """The state of as many engines as the program has, of that of one; see `kvjax.engines`."""
+    E = engine_count(program)
+    if E == 1:
+        return state
+    stacked = jax.tree.map(lambda x: jnp.broadcast_to(x[None], (E, *x.shape)), state)
+    return stacked.replace(automata=state.automata)
+
+
+def specs(state: EngineState) -> EngineState:
+    """The PartitionSpec over `data` of every array of the state of several engines."""
+    return jax.tree.map(lambda _: PartitionSpec(DATA), state).replace(automata=PartitionSpec())
 
 
 # --- what a slot's request is --------------------------------------------------------------------------------

@@ -10,7 +10,8 @@ from engines import goldens, outputs, requests, tiny, tokens
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvjax import engine, job, plans
+import kvjax.engines
+from kvjax import job, plans
 from kvjax.errors import RequestError
 from kvjax.plans import Options, Request
 from kvjax.sampling_params import SamplingParams
@@ -216,7 +217,7 @@ def test_refuses_what_can_never_be_served():
 
 
 def compilations() -> list[int]:
-    return [f._cache_size() for f in (engine.run, engine.submit, engine.collect)]  # type: ignore[attr-defined]
+    return [f._cache_size() for f in (kvjax.engines.run, kvjax.engines.submit, kvjax.engines.collect)]  # type: ignore[attr-defined]
 
 
 def test_one_compilation_serves_a_job_however_often_slots_refill():
