@@ -23,7 +23,9 @@ from kvjax.batch_files import (
     check_paths,
     opened_input,
     opened_records,
+    parse_shard,
     remove_snapshots,
+    shard_path,
 )
 from kvjax.errors import RequestError, UserError
 from kvjax.sampling_params import ALIASES, SamplingParams
@@ -50,7 +52,7 @@ class Progress:
 
     Attributes:
       done: lines that have a record.
-      total: lines of the input.
+      total: lines of the input, or of its shard.
       resumed: those of `done` that an earlier run made.
       tokens: tokens passed through the model by this run, prompts included.
       seconds: since this run began to generate.
@@ -78,7 +80,7 @@ class Summary:
     """What a run did.
 
     Attributes:
-      lines: of the input.
+      lines: of the input, or of its shard.
       done: those with a record now; all of them, unless the run was asked to stop.
       resumed: records that were there already.
       errors: error records that this run wrote.
@@ -129,6 +131,7 @@ def run(
     defaults: Mapping[str, Any] | None = None,
     seed: int = 0,
     overwrite: bool = False,
+    shard: str | None = None,
     settings: Mapping[str, Any] | None = None,
     on_progress: Callable[[Progress], None] | None = None,
     snapshot_every: float | None = None,
@@ -145,6 +148,9 @@ def run(
       defaults: sampling parameters of lines that do not give their own.
       seed: of the job; line i draws from (seed, i) unless it has a seed of its own.
       overwrite: whether to begin anew where the target has records of another job, or of this one.
+      shard: which of several machines this is, counted from 0: of four they are "0/4", "1/4", "2/4" and "3/4". Each
+        takes its share of the lines, and writes to a file of its own (`shard_path`); together they have the records
+        of a job without shards. Default: all lines are for this one.
       settings: what else decides the records. Default: `identity` of the model, which is loaded at once then.
       on_progress: called at the beginning and about once a second.
       snapshot_every: seconds between snapshots of the requests that run, in the folder `target`.snapshots; None for
@@ -154,14 +160,18 @@ def run(
         returns; run again it goes on from there.
 
     Raises:
-      UserError: the input cannot be read, the target cannot be written or belongs to another job, or `defaults` are
-        impossible. What is wrong with single lines is in their records instead.
+      UserError: the input cannot be read, the target cannot be written or belongs to another job or shard, or
+        `defaults` or `shard` are impossible. What is wrong with single lines is in their records instead.
     """
     base = SamplingParams.from_dict(defaults or {})
     # Token ids wait for the vocabulary.
     dataclasses.replace(base, logit_bias=None, stop_token_ids=()).validate(2**31 - 1)
     SamplingParams(seed=seed).validate(2**31 - 1)
+    part = parse_shard(shard)
     check_paths(source, target)
+    if shard is not None:
+        target = shard_path(target, shard)
+        check_paths(source, target)
     _check_snapshots(snapshot_every, target)
 
     def loaded() -> LLM:
@@ -172,10 +182,11 @@ def run(
     if settings is None:
         model = loaded()
         settings = identity(model)
-    with opened_input(source) as lines:
+    with opened_input(source, part) as lines:
         job = {"input": lines.digest, "seed": seed, **settings, "defaults": dataclasses.asdict(base)}
-        custom_ids = (parse(index, raw).custom_id for index, raw in enumerate(lines))
-        with opened_records(target, job, custom_ids, lines.total, overwrite) as records:
+        job |= {} if shard is None else {"shard": str(part)}
+        custom_ids = (parse(index, raw).custom_id for index, raw in lines)
+        with opened_records(target, job, custom_ids, lines.end, overwrite, lines.shard) as records:
             shots = _Snapshots(records, job, snapshot_every, snapshot_kv)
             return _Run(loaded, lines, records, base, seed, shots, on_progress, stop or (lambda: False)).run()
 
@@ -404,7 +415,7 @@ class _Run:
             if not self._has_record(entry.request.index):
                 held.setdefault(entry.request.index, set()).add(entry.request.sample)
         last = max(held, default=-1)
-        for index, raw in enumerate(self.lines):
+        for index, raw in self.lines:
             if index > last:
                 break
             if index in held:
@@ -417,7 +428,7 @@ class _Run:
     def _requests(self, llm: LLM, job: Job, held: Mapping[int, Collection[int]]) -> Iterator[Request]:
         """The requests of lines without a record but for those that the job holds; bad lines get their records."""
         done, had = self.records.next, frozenset(self.records.waiting)
-        for index, raw in enumerate(self.lines):
+        for index, raw in self.lines:
             if index < done or index in had:
                 continue
             line = parse(index, raw)

@@ -4,15 +4,19 @@ out.jsonl            records in the order of their lines, only ever appended to
 out.jsonl.job        what they were made from: a rerun with anything else is refused
 out.jsonl.part       records that finished before an earlier line did; gone when the job is done
 out.jsonl.snapshots  a folder for snapshots of the requests that have no record yet (kvjax.snapshots); gone then, too
+
+One of several machines has files of its own, out.0-of-4.jsonl and so on, with the records of its share of the lines.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import fcntl
 import hashlib
 import json
 import os
+import re
 import shutil
 import stat
 import sys
@@ -31,6 +35,73 @@ _SUFFIXES = ("", ".job", ".job.new", ".part")
 _SNAPSHOTS = ".snapshots"
 _JOURNAL_BYTES = 1 << 20
 """A journal of this size is written anew when most of it is in the output by now."""
+
+_BLOCK = 64
+"""Neighbouring lines that one machine gets at most before the next one has its turn."""
+
+_TURNS = 16
+"""How often each machine has its turn at least, where there are lines enough."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Shard:
+    """The lines of one of the machines that divide a job: blocks of neighbours, dealt in turn.
+
+    Neighbours may share a long beginning, which blocks leave on one machine; the input may be sorted, and dealing gives
+    every machine some of everything.
+
+    Attributes:
+      number: of the machine, from 0.
+      count: machines.
+      block: lines of a block.
+    """
+
+    number: int = 0
+    count: int = 1
+    block: int = 1
+
+    def __str__(self) -> str:
+        return f"{self.number}/{self.count}"
+
+    def __contains__(self, line: int) -> bool:
+        return line // self.block % self.count == self.number
+
+    def after(self, line: int) -> int:
+        """The first of its lines behind a line."""
+        turn = (line + 1) // self.block
+        return max(line + 1, (turn + (self.number - turn) % self.count) * self.block)
+
+    def size(self, lines: int) -> int:
+        """How many of so many lines are its own."""
+        rounds, rest = divmod(lines, self.block * self.count)
+        return rounds * self.block + min(max(rest - self.number * self.block, 0), self.block)
+
+    def of(self, lines: int) -> Shard:
+        """The shard with blocks as an input of so many lines wants them."""
+        return dataclasses.replace(self, block=max(1, min(_BLOCK, lines // (_TURNS * self.count))))
+
+
+WHOLE = Shard()
+
+
+def parse_shard(text: str | None) -> Shard:
+    """The shard that a text such as "0/4" names; the whole job for None. Raises UserError."""
+    if text is None:
+        return WHOLE
+    found = re.fullmatch(r"([0-9]{1,9})/([0-9]{1,9})", text) if isinstance(text, str) else None
+    if found is None or int(found[1]) >= int(found[2]):
+        remedy = "give this machine's number, counted from 0, and how many there are: 0/4, 1/4, 2/4 or 3/4 of four"
+        raise UserError(f"shard is {text!r}: {remedy}.")
+    return Shard(int(found[1]), int(found[2]))
+
+
+def shard_path(target: PathLike, text: str | None) -> str:
+    """Where the records of a shard go: out.jsonl becomes out.0-of-4.jsonl. Raises UserError for what is no shard."""
+    shard, path = parse_shard(text), os.fspath(target)
+    if text is None or path == "-":
+        return path
+    stem, suffix = os.path.splitext(path)
+    return f"{stem}.{shard.number}-of-{shard.count}{suffix}"
 
 
 def check_paths(source: PathLike, target: PathLike) -> None:
@@ -80,30 +151,36 @@ def _reason(error: BaseException) -> str:
 
 
 class Input:
-    """The lines of a seekable file, hashed and counted in one pass; one iteration at a time.
+    """A shard's lines of a seekable file, which is hashed and counted in one pass; one iteration at a time.
 
     Attributes:
-      total: how many lines there are.
-      digest: SHA-256 of all of them.
+      shard: which lines they are.
+      total: how many they are.
+      end: how many the file has.
+      digest: SHA-256 of the whole file.
     """
 
-    def __init__(self, file: BinaryIO):
+    def __init__(self, file: BinaryIO, shard: Shard = WHOLE):
         self._file = file
         digest = hashlib.sha256()
-        self.total = 0
+        self.end = 0
         for raw in file:
             digest.update(raw)
-            self.total += 1
+            self.end += 1
         self.digest = digest.hexdigest()
+        self.shard = shard.of(self.end)
+        self.total = self.shard.size(self.end)
 
-    def __iter__(self) -> Iterator[bytes]:
+    def __iter__(self) -> Iterator[tuple[int, bytes]]:
+        """Lines with their numbers in the file."""
         self._file.seek(0)
-        yield from iter(self._file.readline, b"")  # not from the file: an iteration given up would close it
+        lines = enumerate(iter(self._file.readline, b""))  # not of the file: an iteration given up would close it
+        yield from ((index, raw) for index, raw in lines if index in self.shard)
 
 
 @contextlib.contextmanager
-def opened_input(source: PathLike) -> Iterator[Input]:
-    """The lines of a file, a pipe, an object in a bucket, or for "-" of the standard input. Raises UserError."""
+def opened_input(source: PathLike, shard: Shard = WHOLE) -> Iterator[Input]:
+    """A shard's lines of a file, a pipe, an object in a bucket, or for "-" the standard input. Raises UserError."""
     from etils import epath
 
     with contextlib.ExitStack() as stack:
@@ -117,7 +194,7 @@ def opened_input(source: PathLike) -> Iterator[Input]:
                 shutil.copyfileobj(file, copy)
                 copy.seek(0)
                 file = copy
-            lines = Input(file)
+            lines = Input(file, shard)
         except FileNotFoundError:
             raise UserError(f"There is no such file: {os.fspath(source)}.") from None
         except Exception as error:  # a bucket's client raises errors of its own
@@ -136,14 +213,15 @@ class Records:
 
     snapshots: str | None = None
 
-    def __init__(self, file: BinaryIO):
-        self._file = file
-        self.next = 0
+    def __init__(self, file: BinaryIO, shard: Shard = WHOLE):
+        self._file, self._shard = file, shard
+        self._written, self.next = 0, shard.after(-1)
         self.waiting: dict[int, bytes] = {}
 
     @property
     def done(self) -> int:
-        return self.next + len(self.waiting)
+        """How many records there are."""
+        return self._written + len(self.waiting)
 
     def add(self, index: int, record: bytes) -> None:
         self.waiting[index] = record
@@ -152,7 +230,7 @@ class Records:
         """Writes what can be written."""
         while self.next in self.waiting:
             self._file.write(self.waiting.pop(self.next))
-            self.next += 1
+            self._written, self.next = self._written + 1, self._shard.after(self.next)
         self._file.flush()
 
     def publish(self) -> None:
@@ -163,13 +241,20 @@ class _Durable(Records):
     """Records in a file, those out of order in a journal beside it; on the disk when `flush` returns."""
 
     def __init__(
-        self, path: Path, journal: BinaryIO, custom_ids: Iterator[Any], total: int, publish: Callable[[], None]
+        self,
+        path: Path,
+        journal: BinaryIO,
+        custom_ids: Iterator[Any],
+        end: int,
+        publish: Callable[[], None],
+        shard: Shard,
     ):
         """Goes on from what is there. Raises UserError if that is not what this job wrote."""
-        done = _recover(path, custom_ids)
-        super().__init__(path.open("ab"))
-        self._path, self._journal, self.next, self._publish = path, journal, done, publish
-        self.waiting = _recover_journal(_beside(path, ".part"), self.next, total)
+        written, following = _recover(path, custom_ids, shard)
+        super().__init__(path.open("ab"), shard)
+        self._path, self._journal, self._publish = path, journal, publish
+        self._written, self.next = written, following
+        self.waiting = _recover_journal(_beside(path, ".part"), following, end, shard)
         self._journaled = set(self.waiting)
 
     def flush(self) -> None:
@@ -204,7 +289,12 @@ class _Durable(Records):
 
 @contextlib.contextmanager
 def opened_records(
-    target: PathLike, job: Mapping[str, Any], custom_ids: Iterator[Any], total: int, overwrite: bool
+    target: PathLike,
+    job: Mapping[str, Any],
+    custom_ids: Iterator[Any],
+    end: int,
+    overwrite: bool,
+    shard: Shard = WHOLE,
 ) -> Iterator[Records]:
     """The records of a job, with those of an earlier run.
 
@@ -213,15 +303,16 @@ def opened_records(
         also when an exception or Ctrl-C ends it, and by `Records.publish`; "-" is the standard output, which knows no
         earlier run.
       job: what the records are made from.
-      custom_ids: of the input's lines, in order.
-      total: number of lines.
+      custom_ids: of the shard's lines, in order.
+      end: number of lines of the whole input.
       overwrite: whether to delete the records and snapshots of an earlier run first.
+      shard: the lines that get records.
 
     Raises:
       UserError: the target belongs to another job, or cannot be written.
     """
     if os.fspath(target) == "-":
-        yield Records(sys.stdout.buffer)
+        yield Records(sys.stdout.buffer, shard)
         return
     with _working_copy(os.fspath(target)) as (path, publish), _locked_journal(path) as journal:
         try:
@@ -230,7 +321,7 @@ def opened_records(
                 _discard(path, journal)
                 remove_snapshots(folder)
             _claim(path, job)
-            records = _Durable(path, journal, custom_ids, total, publish)
+            records = _Durable(path, journal, custom_ids, end, publish, shard)
             records.snapshots = folder
         except OSError as error:
             raise UserError(f"{path} cannot be written ({_reason(error)}).") from error
@@ -328,26 +419,27 @@ def _refuse(reason: str) -> NoReturn:
     raise UserError(f"{reason}: write to another file, or begin anew with --overwrite (overwrite=True in Python).")
 
 
-def _recover(path: Path, custom_ids: Iterator[Any]) -> int:
-    """Cuts off a record that is not whole, and returns how many remain; all of them fit the input."""
-    count = whole = 0
+def _recover(path: Path, custom_ids: Iterator[Any], shard: Shard) -> tuple[int, int]:
+    """Cuts off a record that is not whole; returns how many remain, all fit for the input, and the next one's line."""
+    count, following, whole = 0, shard.after(-1), 0
     if not path.exists():
-        return 0
+        return count, following
     with path.open("rb") as file:
         for raw in file:
             if not raw.endswith(b"\n"):
                 break
             record = _read_object(raw)
             # StopIteration's stand-in is equal to nothing: a record too many is refused, too.
-            if record is None or record.get("index") != count or record.get("custom_id") != next(custom_ids, object()):
+            expected = (following, next(custom_ids, object()))
+            if record is None or (record.get("index"), record.get("custom_id")) != expected:
                 _refuse(f"Line {count + 1} of {path} is not what this job wrote there")
-            count += 1
+            count, following = count + 1, shard.after(following)
             whole += len(raw)
     _cut(path, whole)
-    return count
+    return count, following
 
 
-def _recover_journal(path: Path, start: int, total: int) -> dict[int, bytes]:
+def _recover_journal(path: Path, start: int, end: int, shard: Shard) -> dict[int, bytes]:
     """Records of lines from `start` on. Cuts off a record that is not whole."""
     found = {}
     whole = 0
@@ -358,7 +450,7 @@ def _recover_journal(path: Path, start: int, total: int) -> dict[int, bytes]:
             if type(index) is not int:
                 break
             whole += len(raw)
-            if start <= index < total:
+            if start <= index < end and index in shard:
                 found[index] = raw
     _cut(path, whole)
     return found

@@ -733,3 +733,147 @@ def test_progress_adds_up(llm, job, tmp_path):
     # Every token but each sample's last one passes through the model.
     assert seen[-1].tokens >= summary.prompt_tokens + summary.completion_tokens - 7
     assert seen[-1].tokens_per_second > 0
+
+
+# shards
+
+
+def shards_of(count):
+    return [f"{number}/{count}" for number in range(count)]
+
+
+@pytest.mark.parametrize(("count", "turns"), [(1, 16), (2, 16), (2, 1), (3, 1), (11, 16)])
+def test_shards_together_are_the_whole_job(llm, job, tmp_path, monkeypatch, count, turns):
+    """Of 8 lines, some of them bad, in blocks of 1, 4 and 2; with 11 shards three have none."""
+    monkeypatch.setattr(batch_files, "_TURNS", turns)
+    source, target = copy(job, tmp_path)
+    records, lines = [], []
+    for shard in shards_of(count):
+        summary = batch.run(llm, source, target, defaults=DEFAULTS, shard=shard)
+        path = pathlib.Path(batch.shard_path(target, shard))
+        found = path.read_bytes().splitlines(keepends=True)
+        assert (summary.lines, summary.done, summary.resumed) == (len(found), len(found), 0)
+        indices = [record["index"] for record in read(path)]
+        assert indices == sorted(indices)
+        records += found
+        lines += indices
+    whole = (job / "out.jsonl").read_bytes().splitlines(keepends=True)
+    assert sorted(lines) == list(range(8))
+    assert [record for _, record in sorted(zip(lines, records, strict=True))] == whole
+    assert not target.exists()
+    assert len(list(tmp_path.glob(f"out.*-of-{count}.jsonl"))) == count
+
+
+@pytest.mark.parametrize(
+    ("number", "count", "lines"), [(0, 1, 0), (0, 1, 7), (2, 3, 1), (1, 3, 500), (2, 4, 9999), (0, 9, 1200)]
+)
+def test_what_a_shard_counts_is_what_it_has(number, count, lines):
+    shard = batch_files.Shard(number, count).of(lines)
+    own = [line for line in range(lines) if line in shard]
+    assert shard.size(lines) == len(own)
+    following = shard.after(-1)
+    for line in own:
+        assert following == line
+        following = shard.after(line)
+    assert following >= lines
+    assert [shard.after(line) for line in range(lines)] == [
+        next(other for other in range(line + 1, line + 99999) if other in shard) for line in range(lines)
+    ]
+
+
+@pytest.mark.parametrize("lines", [5, 100, 3000, 100_000])
+def test_shards_divide_all_lines_evenly(lines):
+    shards = [batch_files.parse_shard(shard).of(lines) for shard in shards_of(4)]
+    assert [sum(line in shard for shard in shards) for line in range(lines)] == [1] * lines
+    sizes = [shard.size(lines) for shard in shards]
+    assert max(sizes) - min(sizes) <= shards[0].block == max(1, min(64, lines // 64))
+
+
+def test_a_shard_resumes_from_its_records_and_its_journal(llm, job, tmp_path, monkeypatch):
+    source, target = copy(job, tmp_path)
+    options: dict[str, Any] = {"defaults": DEFAULTS, "shard": "1/2"}  # lines 1, 3, 5, 7
+    batch.run(llm, source, target, **options)
+    own = tmp_path / "out.1-of-2.jsonl"
+    whole = own.read_bytes()
+    records = whole.splitlines(keepends=True)
+    other = (job / "out.jsonl").read_bytes().splitlines(keepends=True)[4]
+    served = []
+    requests = llm.requests
+
+    def spy(*args, index, salt):
+        served.append(index)
+        return requests(*args, index=index, salt=salt)
+
+    monkeypatch.setattr(llm, "requests", spy)
+    own.write_bytes(records[0] + records[1][:9])
+    (tmp_path / "out.1-of-2.jsonl.part").write_bytes(records[3] + other)  # and one that is not its own
+    summary = batch.run(llm, source, target, **options)
+    assert (summary.lines, summary.done, summary.resumed, served) == (4, 4, 2, [3, 5])
+    assert own.read_bytes() == whole
+    assert batch.run(llm, source, target, **options).resumed == 4
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in.jsonl", own.name, f"{own.name}.job"]
+
+
+def test_a_shard_goes_on_from_its_snapshot(llm, job, steps, tmp_path):
+    source, target = copy(job, tmp_path)
+    own = tmp_path / "out.0-of-2.jsonl"
+    summary = batch.run(llm, source, target, defaults=DEFAULTS, shard="0/2", stop=lambda: True)
+    assert summary.done < summary.lines == 4
+    assert pathlib.Path(f"{own}.snapshots").exists()
+    summary = batch.run(llm, source, target, defaults=DEFAULTS, shard="0/2")
+    assert summary.done == 4
+    assert own.read_bytes() == b"".join((job / "out.jsonl").read_bytes().splitlines(keepends=True)[::2])
+    assert not pathlib.Path(f"{own}.snapshots").exists()
+
+
+def test_refuses_records_of_another_shard(llm, job, tmp_path):
+    source, target = copy(job, tmp_path, "", ".job")
+    batch.run(llm, source, target, defaults=DEFAULTS, shard="0/2")
+    for theirs, ours, part in (
+        ("0-of-2", "1/2", "shard '0/2', not '1/2'"),
+        ("0-of-2", "0/3", "shard '0/2', not '0/3'"),
+        (None, "1/2", "shard None, not '1/2'"),
+        ("0-of-2", None, "shard '0/2', not None"),
+    ):
+        found = tmp_path / (f"out.{theirs}.jsonl" if theirs else "out.jsonl")
+        wanted = tmp_path / "renamed.jsonl"
+        for suffix in ("", ".job"):
+            shutil.copy(f"{found}{suffix}", f"{batch.shard_path(wanted, ours)}{suffix}")
+        with pytest.raises(UserError, match="begin anew with --overwrite") as caught:
+            batch.run(llm, source, wanted, defaults=DEFAULTS, shard=ours)
+        assert part in str(caught.value)
+        assert pathlib.Path(batch.shard_path(wanted, ours)).read_bytes() == found.read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("target", "path"),
+    [
+        ("out.jsonl", "out.3-of-4.jsonl"),
+        ("a.b/out", "a.b/out.3-of-4"),
+        ("gs://bucket/a.b/out.x.jsonl", "gs://bucket/a.b/out.x.3-of-4.jsonl"),
+        ("-", "-"),
+    ],
+)
+def test_a_shard_has_a_file_of_its_own(target, path):
+    assert batch.shard_path(target, "3/4") == path
+    assert batch.shard_path(pathlib.PurePosixPath("out.jsonl"), None) == "out.jsonl"
+
+
+@pytest.mark.parametrize("shard", ["3/2", "2/2", "0/0", "-1/4", "a/b", "1", "", "1/2/3", " 1/2", "1_0/20", "²/4", 1])
+def test_shards_that_cannot_be(llm, job, tmp_path, shard):
+    source, target = copy(job, tmp_path)
+    with pytest.raises(UserError, match=r"^shard is .*: give this machine's number, counted from 0, .*\.$"):
+        batch.run(llm, source, target, shard=shard)
+    assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
+
+
+def test_outputs_that_a_shard_cannot_write(llm, job, tmp_path):
+    source, target = copy(job, tmp_path)
+    (tmp_path / "folder").mkdir()
+    for where, part in ((tmp_path / "folder", "is a folder"), ("/dev/null", "not a regular file"), ("", "is a folder")):
+        with pytest.raises(UserError, match=part):
+            batch.run(llm, source, where, shard="0/2")
+    source.rename(tmp_path / "out.0-of-2.jsonl")
+    with pytest.raises(UserError, match="is the input and the output"):
+        batch.run(llm, tmp_path / "out.0-of-2.jsonl", target, shard="0/2", overwrite=True)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["folder", "out.0-of-2.jsonl"]

@@ -21,6 +21,7 @@ from safetensors.numpy import load_file, save_file
 from typer.testing import CliRunner
 
 import kvjax
+import kvjax.batch
 from kvjax.checkpoints.safetensors import SafetensorsSource
 from kvjax.cli import app as app_module
 from kvjax.cli import chat as chat_module
@@ -384,7 +385,7 @@ def test_batch_through_pipes(llm, model, monkeypatch):
     assert first["text"] == llm.generate("bado", max_new_tokens=12).text
     assert (first["custom_id"], second["custom_id"], second["index"]) == ("x", None, 1)
     assert "not valid JSON" in second["error"]["message"]
-    assert result.stderr.startswith("2 records, 1 of them errors: 2 tokens of prompts, 12 generated")
+    assert result.stderr.splitlines()[-1].startswith("2 records, 1 of them errors: 2 tokens of prompts, 12 generated")
 
 
 def test_batch_and_python_take_each_others_files(llm, model, tmp_path):
@@ -400,6 +401,21 @@ def test_batch_and_python_take_each_others_files(llm, model, tmp_path):
     assert target.read_bytes() == before
     assert invoke("batch", source, target, *options, "--temperature", 0.5, "--overwrite").exit_code == 0
     assert target.read_bytes() != before
+
+
+def test_batch_in_shards(llm, model, tmp_path):
+    (tmp_path / "in.jsonl").write_text('{"prompt": "bado"}\n')
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    kvjax.batch.run(llm, source, target, defaults={"max_new_tokens": 12})
+    for shard, expected in (("0-of-2", target.read_bytes()), ("1-of-2", b"")):
+        own = tmp_path / f"out.{shard}.jsonl"
+        options = ("-m", model, "--max-new-tokens", 12, "--shard", shard.replace("-of-", "/"))
+        assert invoke("batch", source, target, *options).exit_code == 0
+        assert own.read_bytes() == expected
+        count = expected.count(b"\n")
+        assert invoke("batch", source, target, *options).stderr == (
+            f"{own} has all {count} records already: nothing to do.\n"
+        )
 
 
 # info, convert, the rest
@@ -646,6 +662,9 @@ def test_impossible_options_get_one_line(words, part, model, capsys):
     assert_one_line(main(["generate", "hi", "-m", str(model), *words]), capsys.readouterr(), part)
 
 
+BAD_SHARDS = ("3/2", "a/b", "-1/4", "0/0", "4/4", "")
+
+
 @pytest.mark.parametrize(
     ("words", "part"),
     [
@@ -665,6 +684,7 @@ def test_impossible_options_get_one_line(words, part, model, capsys):
             "context of 256 tokens has to hold the prompts",
         ),
         (["batch", "in.jsonl", "."], ". is a folder"),
+        *((["batch", "in.jsonl", "out.jsonl", "--shard", bad], f"shard is '{bad}'") for bad in BAD_SHARDS),
         (["chat", "--stop-token-id", "320"], "stop_token_ids contains 320: give token ids from 0 to 319"),
         (["convert"], "SRC"),
     ],

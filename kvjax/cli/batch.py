@@ -39,6 +39,10 @@ def batch(
     source: Annotated[str, typer.Argument(metavar="IN", help="JSON lines: file, gs://… or - for stdin")],
     target: Annotated[str, typer.Argument(metavar="OUT", help="Records: file, gs://… or - for stdout")],
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Begin anew; delete the records in OUT")] = False,
+    shard: Annotated[
+        str | None,
+        typer.Option(metavar="I/N", help="Do the share of machine I of N, counted from 0, into OUT.I-of-N"),
+    ] = None,
     seed: Seed = 0,
     slots: Annotated[int, typer.Option(help="Most sequences that run at once", min=1)] = 64,
     snapshot_every: Annotated[
@@ -55,7 +59,8 @@ def batch(
     from kvjax import batch as job
 
     shown = _Bar() if sys.stderr.isatty() else _Lines()
-    said = _stopped(target)
+    written = job.shard_path(target, shard)
+    said = _stopped(written)
     try:
         with _Sigterm(0 if target != "-" else TERMINATED, said) as sigterm, shown:
 
@@ -70,6 +75,7 @@ def batch(
                 defaults=sampling,
                 seed=seed,
                 overwrite=overwrite,
+                shard=shard,
                 settings=_settings(loading),
                 on_progress=progress,
                 snapshot_every=snapshot_every,
@@ -81,7 +87,7 @@ def batch(
     if summary.done < summary.lines:
         print(said, file=sys.stderr)
         raise typer.Exit(sigterm.code)
-    print(_said(summary, target), file=sys.stderr)
+    print(_said(summary, written), file=sys.stderr)
 
 
 def _settings(loading: Loading) -> dict[str, Any]:
