@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
+from jax.sharding import PartitionSpec
 
 from kvjax import cache as kv_cache
 from kvjax import plans, sharding
@@ -26,6 +27,7 @@ from kvjax.cache import Cache, CacheConfig, Placement
 from kvjax.engine import compute
 from kvjax.errors import RequestError
 from kvjax.plans import Model, Options
+from kvjax.sharding import SEQ
 from kvjax.state import Program
 from kvjax.types import Params
 
@@ -188,7 +190,8 @@ def search(program: Program, params: Params, state: Search, *, packed: int) -> S
     Returns:
       The state with all hypotheses, and no page held.
     """
-    with sharding.within(program.mesh):
+
+    def searched(state: Search, params: Params) -> Search:
         state = prefill(program, params, state, packed)
         state = choose(program, params, state)
         return jax.lax.while_loop(
@@ -196,6 +199,11 @@ def search(program: Program, params: Params, state: Search, *, packed: int) -> S
             lambda state: choose(program, params, extend(program, params, state)),
             state,
         )
+
+    where = jax.tree.map(lambda _: PartitionSpec(), state)
+    where = where.replace(cache=kv_cache.with_shardings(program.cache, state.cache, where.cache, SEQ))
+    over = {SEQ} if program.cache.seq > 1 else set()
+    return sharding.manual(program.mesh, over, searched, (where, PartitionSpec()), where)(state, params)
 
 
 def prefill(program: Program, params: Params, state: Search, packed: int) -> Search:
@@ -259,10 +267,9 @@ def _compute(
     row_starts = jnp.concatenate([jnp.zeros((1,), jnp.int32), ends])
     placement = Placement(slot, position, row_starts, max_query)
     cache, hidden = compute(program, params, cache, token_at(safe, position), placement)
-    last = hidden.at[ends - 1].get(mode="clip")
     return state.replace(
         cache=cache,
-        hidden=jnp.where(tokens[:, None] > 0, last, state.hidden),
+        hidden=jnp.where(tokens[:, None] > 0, hidden, state.hidden),
         step=state.step + 1,
         starved=state.starved | reserved.starved.any(),
         stats=stats.replace(

@@ -28,7 +28,7 @@ from kvjax.pallas_kernels import (
 )
 from kvjax.pallas_kernels.quantize import quantize_rows
 from kvjax.prefix import PrefixIndex
-from kvjax.sharding import MODEL, SEQ, on_each
+from kvjax.sharding import MODEL, SEQ, divided_here, on_each
 from kvjax.types import KVSpec
 
 
@@ -82,11 +82,6 @@ class CacheConfig:
         """(group, index within the group) of a layer."""
         group = self.groups.index(self.specs[layer])
         return group, self.layers_of(group).index(layer)
-
-    @property
-    def divided(self) -> bool:
-        """Whether K and V are divided over chips."""
-        return self.seq * self.model > 1
 
     @property
     def page_bytes(self) -> int:
@@ -375,24 +370,34 @@ def copy_pages(
 
     backend: of the attention: its kernels copy the pages that they read.
     """
-    if not config.divided:
+    if not divided_here():
         return _copy_pages(config, kv, copies, backend)
-    specs = tuple(shardings(config, pages, group) for group, pages in enumerate(kv))
+    specs = tuple(shardings(config, pages, group, MODEL) for group, pages in enumerate(kv))
     copy = functools.partial(_copy_pages, config, backend=backend)
     return on_each(copy, in_specs=(specs, PartitionSpec()), out_specs=specs)(kv, copies)
 
 
-def shardings(config: CacheConfig, kv: KVPages, group: int) -> KVPages:
-    """The PartitionSpec of each array of a group's K and V: heads over `model`, rows over `seq`."""
-    model = MODEL if config.parts_of(config.groups[group]) > 1 else None
+def shardings(config: CacheConfig, kv: KVPages, group: int, *over: str) -> KVPages:
+    """The PartitionSpec of each array of a group's K and V: heads over `model`, rows over `seq`, if `over` has them."""
+    model = MODEL if MODEL in over and config.parts_of(config.groups[group]) > 1 else None
+    seq = SEQ if SEQ in over and config.seq > 1 else None
 
     def spec(heads: int, rows: int) -> PartitionSpec:
         axes: list[str | None] = [None] * (max(heads, rows) + 1)
-        axes[heads], axes[rows] = model, SEQ
+        axes[heads], axes[rows] = model, seq
         return PartitionSpec(*axes)
 
     k, v = axes_of(config.layout)
     return KVPages((spec(*k),) * len(kv.k), (spec(*v),) * len(kv.v), (spec(1, 2),) * len(kv.scales))
+
+
+def with_shardings(config: CacheConfig, cache: Cache, where: Cache, *over: str) -> Cache:
+    """`where`, a cache of PartitionSpec, with those of K and V divided over the axes `over`, too, behind their own."""
+    groups = []
+    for g, (group, specs) in enumerate(zip(cache.groups, where.groups, strict=True)):
+        inner = shardings(config, group.kv, g, *over)
+        groups.append(specs.replace(kv=jax.tree.map(lambda a, b: PartitionSpec(*a, *b), specs.kv, inner)))
+    return Cache(tuple(groups))
 
 
 def _copy_pages(
@@ -634,8 +639,8 @@ class Placement(struct.PyTreeNode):
       positions: (T,) int32 position of each token in its sequence.
       row_starts: (B + 1,) int32 first packed token of each slot.
       max_query: static; most tokens a slot has.
-      divided: static; whether q, k and v of the tokens are divided over the mesh axis `seq`, in equal parts in the
-        order of the tokens.
+      divided: static; whether each chip of the mesh axis `seq` has q, k and v of its part of the tokens alone, equal
+        parts in the order of the tokens.
     """
 
     slots: jax.Array
@@ -692,7 +697,7 @@ def attend(
     )
     features = {"sinks": sinks, "slopes": slopes, "up": up}
     one = functools.partial(_attend, config, held, what, backend)
-    if not config.divided:
+    if not divided_here():
         new, out = one(placement, pages, q, k, v, group.table, offset, features)
     else:
         parts, N = config.parts_of(spec), q.shape[1]
@@ -700,16 +705,15 @@ def attend(
         if repeats > 1:
             k, v = jnp.repeat(k, repeats, axis=1), None if v is None else jnp.repeat(v, repeats, axis=1)
         by_heads = MODEL if N % config.model == 0 and (parts > 1 or held.kv_heads == 1) else None
-        tokens = SEQ if placement.divided else None
-        where = shardings(config, pages, g)
-        of_kv = PartitionSpec(tokens, MODEL if parts > 1 else None)
+        where = shardings(config, pages, g, MODEL)
+        of_kv = PartitionSpec(None, MODEL if parts > 1 else None)
         of_features = {name: None if x is None else PartitionSpec(by_heads) for name, x in features.items()}
         everywhere = PartitionSpec()
         new, out = on_each(
             one,
-            in_specs=(everywhere, where, PartitionSpec(tokens, by_heads), of_kv, None if v is None else of_kv,
+            in_specs=(everywhere, where, PartitionSpec(None, by_heads), of_kv, None if v is None else of_kv,
                       everywhere, everywhere, of_features),
-            out_specs=(where, PartitionSpec(tokens, by_heads)),
+            out_specs=(where, PartitionSpec(None, by_heads)),
         )(placement, pages, q, k, v, group.table, offset, features)  # fmt: skip
     return Cache(_replaced(cache.groups, g, group.replace(kv=_with_array(group.kv, array, new)))), out
 

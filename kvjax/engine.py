@@ -13,14 +13,14 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
 
 from kvjax import cache as kv_cache
 from kvjax import requests as table
-from kvjax import sampling, scheduler, sharding, stops
+from kvjax import sampling, scheduler, stops
 from kvjax.cache import Cache, KVPages, Placement
 from kvjax.control import when
 from kvjax.requests import CANCELLED, LENGTH, RUNNING, STOPPED, WAITING, Rows
+from kvjax.sharding import SEQ
 from kvjax.state import EngineState, Policy, Program, cached, of_slots, running
 from kvjax.types import Params
 
@@ -43,34 +43,33 @@ def place(state: EngineState, tokens: jax.Array, packed: int, max_query: int) ->
 def compute(
     program: Program, params: Params, cache: Cache, ids: jax.Array, placement: Placement
 ) -> tuple[Cache, jax.Array]:
-    """Runs the model over the packed tokens: (cache, hidden (T, D)).
+    """Runs the model over the packed tokens: the cache, and hidden (B, D) at each slot's last token.
 
-    Where sequences are dealt over chips, those divide the tokens of prompts, too.
+    Where sequences are dealt over chips, those divide the tokens of prompts, too, in parts of T / n; those of a decode
+    step are few, and every chip computes them all.
     """
-    n, T = program.cache.seq, ids.shape[0]
-    if n > 1 and placement.max_query > 1 and T % n == 0:
+    n, T, positions = program.cache.seq, ids.shape[0], placement.positions
+    last = placement.row_starts[1:] - 1
+    divided = n > 1 and placement.max_query > 1 and T % n == 0
+    if divided:
         placement = placement.replace(divided=True)
-        ids, positions = (
-            jax.lax.with_sharding_constraint(x, PartitionSpec(sharding.SEQ)) for x in (ids, placement.positions)
-        )
-    else:
-        positions = placement.positions
+        first = jax.lax.axis_index(SEQ) * (T // n)
+        ids, positions = (jax.lax.dynamic_slice_in_dim(x, first, T // n) for x in (ids, positions))
 
     def attend(cache, layer, q, k, v, scale, **features):
         return kv_cache.attend(
             program.cache, placement, cache, layer, q, k, v, scale, backend=program.backend, **features
         )
 
-    return program.forward(params, program.config, ids, positions, cache, attend)
+    cache, hidden = program.forward(params, program.config, ids, positions, cache, attend)
+    if not divided:
+        return cache, hidden.at[last].get(mode="clip")
+    mine = (last >= first) & (last < first + T // n)
+    return cache, jax.lax.psum(jnp.where(mine[:, None], hidden.at[last - first].get(mode="clip"), 0), SEQ)
 
 
 def step(program: Program, params: Params, state: EngineState, policy: Policy, packed: int) -> EngineState:
     """One step: of one token a slot (decode), or a mixed one of `packed` tokens, or a quarter where that will do."""
-    with sharding.within(program.mesh):
-        return _step(program, params, state, policy, packed)
-
-
-def _step(program: Program, params: Params, state: EngineState, policy: Policy, packed: int) -> EngineState:
     B = program.cache.slots
     state = scheduler.admit(program, state, policy)
     plan = scheduler.schedule(program, state, packed)
@@ -87,7 +86,7 @@ def _step(program: Program, params: Params, state: EngineState, policy: Policy, 
         """K and V of the step's tokens written into pages, and hidden (B, D) at each slot's last token."""
         ids, placement = place(state, tokens, T, max_query)
         cache, hidden = compute(program, params, kv_cache.with_pages(state.cache, kv), ids, placement)
-        return kv_cache.pages_of(cache), hidden.at[placement.row_starts[1:] - 1].get(mode="clip")
+        return kv_cache.pages_of(cache), hidden
 
     kv = kv_cache.pages_of(state.cache)
     if program.share:

@@ -13,60 +13,74 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AxisType, PartitionSpec
+from jax.sharding import PartitionSpec
 
 from kvjax import engine, sharding
 from kvjax import requests as table
 from kvjax.requests import Rows
-from kvjax.sharding import DATA
+from kvjax.sharding import DATA, SEQ
 from kvjax.state import EngineState, Policy, Program, engine_count, specs
 from kvjax.types import Params
 
 EVERYWHERE = PartitionSpec()
 
 
-def _on_each(program: Program, f: Callable, state: EngineState, *args: Any, in_specs: tuple = (), out: Any = ()) -> Any:
+def _on_each(
+    program: Program, f: Callable, state: EngineState, *args: Any, in_specs: tuple = (), out: Any = (), over: tuple = ()
+) -> Any:
     """f(one engine's state, *args) → (state, *outputs), for each engine.
 
     in_specs: of the arguments, PartitionSpec() for what all engines get and PartitionSpec("data") for (E, …).
     out: a pytree prefix of the outputs, which come from all engines as (E, …), everywhere.
+    over: mesh axes that `f` divides K and V over by itself.
     """
-    if engine_count(program) == 1:
+    several = engine_count(program) > 1
+    over = tuple(axis for axis in over if sharding.sizes(program.mesh)[axis] > 1)
+    if not several and not over:
         with sharding.within(program.mesh):
             new, *outputs = f(state, *args)
             return new, *(jax.lax.with_sharding_constraint(outputs, EVERYWHERE) if program.mesh else outputs)
-    where = specs(state)
+    where = specs(program, state, *over)
     given = jax.tree.map(lambda spec, arg: jax.tree.map(lambda _: spec, arg), in_specs, args, is_leaf=_is_spec)
 
     def one(state: EngineState, *args: Any) -> Any:
-        first = jax.tree.map(lambda spec, x: x[0] if spec else x, where, state, is_leaf=_is_spec)
-        mine = jax.tree.map(lambda spec, x: x[0] if spec else x, given, args, is_leaf=_is_spec)
+        if not several:
+            return f(state, *args)
+        first = jax.tree.map(lambda spec, x: x[0] if _by_engine(spec) else x, where, state, is_leaf=_is_spec)
+        mine = jax.tree.map(lambda spec, x: x[0] if _by_engine(spec) else x, given, args, is_leaf=_is_spec)
         new, *outputs = f(first, *mine)
-        new = jax.tree.map(lambda spec, x: x[None] if spec else x, where, new, is_leaf=_is_spec)
+        new = jax.tree.map(lambda spec, x: x[None] if _by_engine(spec) else x, where, new, is_leaf=_is_spec)
         return new, *jax.tree.map(lambda x: jax.lax.all_gather(x, DATA), outputs)
 
+    axes = {DATA, *over} if several else {*over}
     outputs = jax.tree.map(lambda _: EVERYWHERE, out)
-    mesh = program.mesh
-    assert mesh is not None and AxisType.Manual not in mesh.axis_types
-    return jax.shard_map(
-        one, mesh=mesh, axis_names={DATA}, in_specs=(where, *given), out_specs=(where, *outputs), check_vma=False
-    )(state, *args)
+    return sharding.manual(program.mesh, axes, one, (where, *given), (where, *outputs))(state, *args)
 
 
 def _is_spec(x: Any) -> bool:
     return isinstance(x, PartitionSpec)
 
 
+def _by_engine(spec: PartitionSpec) -> bool:
+    """Whether an array has a leading axis (E, …)."""
+    return bool(spec) and spec[0] == DATA
+
+
 @functools.partial(jax.jit, static_argnames=("program", "packed"), donate_argnames=("state",))
 def run(program: Program, params: Params, state: EngineState, policy: Policy, *, packed: int) -> EngineState:
     """`kvjax.engine.run` for each engine; of several, `policy.low` is (E,) int32."""
-    each = Policy(*(EVERYWHERE,) * 5).replace(low=PartitionSpec(DATA))
+    each = _policy_specs(program)
 
     def one(state: EngineState, params: Params, policy: Policy) -> tuple[EngineState]:
         return (engine.run(program, params, state, policy, packed=packed),)
 
-    (state,) = _on_each(program, one, state, params, policy, in_specs=(EVERYWHERE, each))
+    (state,) = _on_each(program, one, state, params, policy, in_specs=(EVERYWHERE, each), over=(SEQ,))
     return state
+
+
+def _policy_specs(program: Program) -> Policy:
+    each = Policy(*(EVERYWHERE,) * 5)
+    return each.replace(low=PartitionSpec(DATA)) if engine_count(program) > 1 else each
 
 
 @functools.partial(jax.jit, static_argnames=("program",), donate_argnames=("state",))
@@ -86,7 +100,7 @@ def collect(program: Program, state: EngineState, *, most: int) -> tuple[EngineS
 @functools.partial(jax.jit, static_argnames=("program",), donate_argnames=("state",))
 def cancel(program: Program, state: EngineState, policy: Policy, order: jax.Array) -> EngineState:
     """`kvjax.engine.cancel` in each engine."""
-    each = Policy(*(EVERYWHERE,) * 5).replace(low=PartitionSpec(DATA))
+    each = _policy_specs(program)
     (state,) = _on_each(
         program,
         lambda s, policy, order: (engine.cancel(program, s, policy, order),),

@@ -94,6 +94,28 @@ def within(mesh: AbstractMesh | None) -> contextlib.AbstractContextManager:
     return jax.sharding.use_abstract_mesh(mesh)
 
 
+def manual(mesh: AbstractMesh | None, axes: set[str], f: Callable, in_specs: Any, out_specs: Any) -> Callable:
+    """`f` on each part of the mesh over `axes`, the other axes left to XLA; as it is where there are none.
+
+    The specs name none but `axes`.
+    """
+
+    def as_it_is(*args: Any) -> Any:
+        with within(mesh):
+            return f(*args)
+
+    if not axes:
+        return as_it_is
+    return jax.shard_map(f, mesh=mesh, axis_names=axes, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+
+
+def divided_here() -> bool:
+    """Whether there is something to divide among chips in this context: a free mesh axis of more than one."""
+    mesh = jax.sharding.get_abstract_mesh()
+    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    return any(mesh.shape[name] > 1 and kind != AxisType.Manual for name, kind in kinds)
+
+
 def on_each(f: Callable, in_specs: Any, out_specs: Any) -> Callable:
     """`f` on each device of the mesh in context, over all of its axes that are not manual already."""
     mesh = jax.sharding.get_abstract_mesh()

@@ -18,7 +18,7 @@ from kvjax.cache import Cache, CacheConfig
 from kvjax.prefix import PrefixIndex
 from kvjax.requests import Line, Requests
 from kvjax.sampling import Counts, no_counts
-from kvjax.sharding import DATA, sizes
+from kvjax.sharding import DATA, MODEL, SEQ, sizes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -174,11 +174,7 @@ def shardings(program: Program, state: EngineState, mesh: Mesh | None) -> Engine
     def place(spec: PartitionSpec) -> NamedSharding:
         return NamedSharding(mesh, spec)
 
-    many = engine_count(program) > 1
-    where = jax.tree.map(place, specs(state) if many else jax.tree.map(lambda _: PartitionSpec(), state))
-    kv = [kv_cache.shardings(program.cache, group.kv, g) for g, group in enumerate(state.cache.groups)]
-    kv = jax.tree.map(lambda spec: place(PartitionSpec(DATA, *spec) if many else spec), kv)
-    return where.replace(cache=kv_cache.with_pages(where.cache, kv))
+    return jax.tree.map(place, specs(program, state, SEQ, MODEL))
 
 
 def engine_count(program: Program) -> int:
@@ -195,9 +191,15 @@ def several(program: Program, state: EngineState) -> EngineState:
     return stacked.replace(automata=state.automata)
 
 
-def specs(state: EngineState) -> EngineState:
-    """The PartitionSpec over `data` of every array of the state of several engines."""
-    return jax.tree.map(lambda _: PartitionSpec(DATA), state).replace(automata=PartitionSpec())
+def specs(program: Program, state: EngineState, *over: str) -> EngineState:
+    """The PartitionSpec of every array: that of K and V over the mesh axes `over`, of several engines all over `data`.
+
+    `state.cache` may be None.
+    """
+    where = jax.tree.map(lambda _: PartitionSpec(*(DATA,) * (engine_count(program) > 1)), state)
+    if state.cache is not None:
+        where = where.replace(cache=kv_cache.with_shardings(program.cache, state.cache, where.cache, *over))
+    return where.replace(automata=PartitionSpec())
 
 
 # --- what a slot's request is --------------------------------------------------------------------------------
