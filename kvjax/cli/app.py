@@ -17,6 +17,7 @@ from kvjax.cli.embed import embed
 from kvjax.cli.generate import generate
 from kvjax.cli.info import info
 from kvjax.cli.interrupts import INTERRUPTED
+from kvjax.cli.plan import plan
 from kvjax.errors import UserError
 
 BAD_INPUT = 2
@@ -62,7 +63,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (generate, chat, batch, embed, info, convert):
+for command in (generate, chat, batch, embed, info, plan, convert):
     app.command()(command)
 
 
