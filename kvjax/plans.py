@@ -334,7 +334,7 @@ def start(model: Model, shapes: Plan, automata: np.ndarray) -> tuple[Program, En
     program = program_of(model, shapes.cache, logprobs=shapes.logprobs, backend=shapes.backend, share=shapes.share)
     penalties = len(model.token_bytes) if shapes.penalties else None
     mesh = sharding.mesh_of(model.params)
-    empty = _starter(program, mesh, shapes.queue, shapes.biases, shapes.stops, penalties)
+    empty = starter(program, mesh, shapes.queue, shapes.biases, shapes.stops, penalties)
     return program, empty(jnp.asarray(automata))
 
 
@@ -348,7 +348,7 @@ def placed(model: Model, shapes: Plan, state: EngineState) -> EngineState:
 
 
 @functools.lru_cache(maxsize=64)
-def _starter(
+def starter(
     program: Program, mesh: Mesh | None, rows: int, biases: int, stops: int, penalties: int | None
 ) -> Callable[[jax.Array], EngineState]:
     """Automata → an empty state, by one program rather than one for each array."""

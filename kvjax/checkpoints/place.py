@@ -100,6 +100,19 @@ def init_params(
     return {**params, "layers": stack}
 
 
+def shapes(specs: Any, *, dtype: Any, sharding_of: ShardingOf = default_device, stacked: bool = False) -> Params:
+    """The tree that `load_params` would give, of `jax.ShapeDtypeStruct`: for programs compiled ahead of time."""
+
+    def shape(*group: ParamSpec) -> jax.ShapeDtypeStruct:
+        spec = _stack_spec(group[0], len(group)) if stacked and len(group) > 1 else group[0]
+        return jax.ShapeDtypeStruct(spec.shape, np.dtype(dtype), sharding=sharding_of(spec))
+
+    if not stacked:
+        return jax.tree.map(shape, specs)
+    outside, layers = _split(specs)
+    return {**jax.tree.map(shape, outside), "layers": jax.tree.map(shape, *layers)}
+
+
 def _split(tree: Any) -> tuple[Any, list[Any]]:
     """(everything but the layers, the layers)."""
     return {key: value for key, value in tree.items() if key != "layers"}, list(tree["layers"])

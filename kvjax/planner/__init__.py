@@ -109,6 +109,7 @@ class Plan:
       times: estimates from peak figures.
       suggestions: other meshes, the best first; empty where a mesh was asked for.
       notes: what a user has to know, a sentence each.
+      packed: T, tokens of a step that computes prompts, at most.
     """
 
     model: Model
@@ -131,6 +132,7 @@ class Plan:
     times: Times
     suggestions: tuple[Suggestion, ...]
     notes: tuple[str, ...]
+    packed: int
 
 
 def plan(
@@ -197,6 +199,7 @@ def plan(
         times=roofline.times(job, size, chip),
         suggestions=found[:_SUGGESTIONS],
         notes=notes(job, size, model, groups, where),
+        packed=memory.packed(job, size.slots),
     )
 
 
