@@ -12,7 +12,7 @@ from flax import struct
 from jax.sharding import PartitionSpec
 
 from kvjax import pages as page_pool
-from kvjax import prefix
+from kvjax import prefix, spread
 from kvjax.control import for_each_page, when
 from kvjax.pages import PagePool
 from kvjax.pallas_kernels import (
@@ -27,9 +27,13 @@ from kvjax.pallas_kernels import (
     write_rows,
 )
 from kvjax.pallas_kernels.quantize import quantize_rows
+from kvjax.pallas_kernels.ring_attention import ring_attention
 from kvjax.prefix import PrefixIndex
 from kvjax.sharding import MODEL, SEQ, divided_here, on_each
 from kvjax.types import KVSpec
+
+RING = 256
+"""Tokens of a prompt step on each chip from which on K and V go round the ring, where nothing was computed before."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -747,9 +751,6 @@ def _attend(
     R, total = config.rows // n, pages.k[0].shape[0]
     if n > 1:
         deal = Deal(jax.lax.axis_index(SEQ), n)
-    if placement.divided:  # the chunk's q, k and v are few beside the pages: they go to every chip
-        q, k, v = (None if x is None else jax.lax.all_gather(x, SEQ, tiled=True) for x in (q, k, v))
-        assert q is not None and k is not None
     slots, position = jnp.minimum(placement.slots, config.slots - 1), placement.positions
     page = table.pages[slots, jnp.minimum(position // config.rows, config.pages_per_slot - 1)]
     written = placement.slots < config.slots
@@ -758,33 +759,63 @@ def _attend(
         written &= deal.owns(position, R)
         row, runs = deal.rows_before(position, R) % R, config.slots + position.shape[0] // R
     page = jnp.where(written, page + offset, total)
-    scales = None
+    of_rows = None
     if spec.scales:
         k, v, of_rows = _codes(k, v, spec.storage)
-        scales = pages.scales[0].at[page, :, row].set(of_rows, mode="drop")
+    new = k, v, of_rows
+    if placement.divided:  # every chip writes those of its own pages
+        k, v, of_rows = (None if x is None else spread.whole(x, n) for x in new)
+        assert k is not None
+    scales = None if of_rows is None else pages.scales[0].at[page, :, row].set(of_rows, mode="drop")
     k_pages, v_pages = write_rows(
         pages.k[0], pages.v[0] if pages.v else None, k, v, page, row, config.layout,
         slots=runs, max_query=placement.max_query, backend=backend,
     )  # fmt: skip
-    sinks = features["sinks"] if deal is None else None  # of dealt rows, they join the denominator of the whole
-    out, lse = paged_attention(
-        q, k_pages, v_pages, table.pages + offset, table.lengths, placement.row_starts, what,
-        sinks=sinks, slopes=features["slopes"], up=features["up"], scales=scales, deal=deal,
-        max_query=placement.max_query, with_lse=deal is not None, backend=backend,
-    )  # fmt: skip
-    if lse is not None:
-        out = _merged(out, lse, features["sinks"], placement.divided, n).astype(out.dtype)
     kept = KVPages((k_pages,), () if v_pages is None else (v_pages,), () if scales is None else (scales,))
-    return kept, out
+
+    def over_pages(q: jax.Array) -> jax.Array:
+        """Queries go to every chip, and what its rows give comes back (pass-Q, 2411.01783)."""
+        if placement.divided:
+            q = spread.whole(q, n)
+        sinks = features["sinks"] if deal is None else None  # of dealt rows, they join the denominator of the whole
+        out, lse = paged_attention(
+            q, k_pages, v_pages, table.pages + offset, table.lengths, placement.row_starts, what,
+            sinks=sinks, slopes=features["slopes"], up=features["up"], scales=scales, deal=deal,
+            max_query=placement.max_query, with_lse=deal is not None, backend=backend,
+        )  # fmt: skip
+        return out if lse is None else _merged(out, lse, features["sinks"], placement.divided, n).astype(out.dtype)
+
+    def around_the_ring(q: jax.Array) -> jax.Array:
+        """Keys and values of the step go round (pass-KV); there are no others."""
+        where, whose = spread.own(position, n), spread.own(placement.slots, n)
+        whose = jnp.where(whose < config.slots, whose, -1)
+        k, v, of_rows = new
+        assert v is not None
+        if of_rows is None:
+            k, v = (x.astype(spec.storage).astype(q.dtype) for x in (k, v))
+        return ring_attention(
+            q, k, v, jnp.maximum(where, 0), jnp.maximum(where, 0), what, axis=SEQ, q_segments=whose, kv_segments=whose,
+            scales=of_rows, sinks=features["sinks"], backend=backend,
+        )[0]  # fmt: skip
+
+    if not (placement.divided and _goes_round(q, spec, what, features)):
+        return kept, over_pages(q)
+    tokens = placement.row_starts[1:] - placement.row_starts[:-1]
+    alone = ((tokens == 0) | (table.lengths == tokens)).all()  # nobody has rows of an earlier step
+    return kept, jax.lax.cond(alone, around_the_ring, over_pages, q)
+
+
+def _goes_round(q: jax.Array, spec: KVSpec, what: AttentionSpec, features: dict[str, jax.Array | None]) -> bool:
+    """Whether prompts without earlier rows are computed by passing their K and V from chip to chip: of `RING` tokens a
+    chip on, with what the ring knows."""
+    known = q.dtype.name in ("float32", "bfloat16") and not spec.latent and features["slopes"] is None
+    return known and q.shape[0] >= RING and what.sink_rows == 0
 
 
 def _merged(out: jax.Array, lse: jax.Array, sinks: jax.Array | None, divided: bool, n: int) -> jax.Array:
     """What all n chips' rows give, by one collective: for this chip's tokens if they are divided, else for all."""
     both = jnp.concatenate([out.astype(jnp.float32), lse[..., None]], axis=-1)  # (T, N, Hv + 1)
-    if divided:
-        both = jax.lax.all_to_all(both.reshape(n, -1, *both.shape[1:]), SEQ, 0, 0)
-    else:
-        both = jax.lax.all_gather(both, SEQ)
+    both = spread.back(both, n) if divided else jax.lax.all_gather(both, SEQ)
     return merge(both[..., :-1], both[..., -1], sinks)[0]
 
 

@@ -16,11 +16,10 @@ import jax.numpy as jnp
 
 from kvjax import cache as kv_cache
 from kvjax import requests as table
-from kvjax import sampling, scheduler, stops
+from kvjax import sampling, scheduler, spread, stops
 from kvjax.cache import Cache, KVPages, Placement
 from kvjax.control import when
 from kvjax.requests import CANCELLED, LENGTH, RUNNING, STOPPED, WAITING, Rows
-from kvjax.sharding import SEQ
 from kvjax.state import EngineState, Policy, Program, cached, of_slots, running
 from kvjax.types import Params
 
@@ -50,11 +49,10 @@ def compute(
     """
     n, T, positions = program.cache.seq, ids.shape[0], placement.positions
     last = placement.row_starts[1:] - 1
-    divided = n > 1 and placement.max_query > 1 and T % n == 0
+    divided = placement.max_query > 1 and spread.divides(T, n)
     if divided:
         placement = placement.replace(divided=True)
-        first = jax.lax.axis_index(SEQ) * (T // n)
-        ids, positions = (jax.lax.dynamic_slice_in_dim(x, first, T // n) for x in (ids, positions))
+        ids, positions = spread.own(ids, n), spread.own(positions, n)
 
     def attend(cache, layer, q, k, v, scale, **features):
         return kv_cache.attend(
@@ -62,10 +60,7 @@ def compute(
         )
 
     cache, hidden = program.forward(params, program.config, ids, positions, cache, attend)
-    if not divided:
-        return cache, hidden.at[last].get(mode="clip")
-    mine = (last >= first) & (last < first + T // n)
-    return cache, jax.lax.psum(jnp.where(mine[:, None], hidden.at[last - first].get(mode="clip"), 0), SEQ)
+    return cache, spread.rows(hidden, last, n) if divided else hidden.at[last].get(mode="clip")
 
 
 def step(program: Program, params: Params, state: EngineState, policy: Policy, packed: int) -> EngineState:
