@@ -29,7 +29,7 @@ from kvjax.pallas_kernels import (
 from kvjax.pallas_kernels.quantize import quantize_rows
 from kvjax.pallas_kernels.ring_attention import ring_attention
 from kvjax.prefix import PrefixIndex
-from kvjax.sharding import MODEL, SEQ, divided_here, on_each
+from kvjax.sharding import MODEL, SEQ, divided_here, every_engine, on_each
 from kvjax.types import KVSpec
 
 RING = 256
@@ -802,7 +802,7 @@ def _attend(
         return kept, over_pages(q)
     tokens = placement.row_starts[1:] - placement.row_starts[:-1]
     alone = ((tokens == 0) | (table.lengths == tokens)).all()  # nobody has rows of an earlier step
-    return kept, jax.lax.cond(alone, around_the_ring, over_pages, q)
+    return kept, jax.lax.cond(every_engine(alone), around_the_ring, over_pages, q)
 
 
 def _goes_round(q: jax.Array, spec: KVSpec, what: AttentionSpec, features: dict[str, jax.Array | None]) -> bool:

@@ -20,6 +20,7 @@ from kvjax import sampling, scheduler, spread, stops
 from kvjax.cache import Cache, KVPages, Placement
 from kvjax.control import when
 from kvjax.requests import CANCELLED, LENGTH, RUNNING, STOPPED, WAITING, Rows
+from kvjax.sharding import any_engine, every_engine, of_first, whole
 from kvjax.state import EngineState, Policy, Program, cached, of_slots, running
 from kvjax.types import Params
 
@@ -66,6 +67,8 @@ def compute(
 def step(program: Program, params: Params, state: EngineState, policy: Policy, packed: int) -> EngineState:
     """One step: of one token a slot (decode), or a mixed one of `packed` tokens, or a quarter where that will do."""
     B = program.cache.slots
+    bare = whole(state.replace(cache=kv_cache.with_pages(state.cache, [None] * len(state.cache.groups))))
+    state = bare.replace(cache=kv_cache.with_pages(bare.cache, kv_cache.pages_of(state.cache)))
     state = scheduler.admit(program, state, policy)
     plan = scheduler.schedule(program, state, packed)
     before = cached(state)
@@ -74,7 +77,7 @@ def step(program: Program, params: Params, state: EngineState, policy: Policy, p
         program.cache, state.cache, state.index, plan.tokens, state.step, policy.clock, alone, packed
     )
     tokens = jnp.where(reserved.starved, 0, plan.tokens)
-    mixed = (tokens > 1).any()
+    mixed = any_engine((tokens > 1).any())
     state = state.replace(cache=reserved.cache, index=reserved.index)
 
     def computed(T: int, max_query: int, kv: tuple[KVPages, ...]) -> tuple[tuple[KVPages, ...], jax.Array]:
@@ -91,7 +94,7 @@ def step(program: Program, params: Params, state: EngineState, policy: Policy, p
     else:
         last = jnp.zeros((B, program.width), program.dtype)
         narrow = _narrow(B, packed)
-        few = mixed & (tokens.sum(dtype=jnp.int32) <= narrow)
+        few = mixed & every_engine(tokens.sum(dtype=jnp.int32) <= narrow)
         kv, last = _computed_if(mixed & ~few, functools.partial(computed, packed, packed), kv, last)
         if narrow:
             kv, last = _computed_if(few, functools.partial(computed, narrow, narrow), kv, last)
@@ -148,7 +151,7 @@ def commit(
     sampler = sampling.take(requests.sampler, slots.request, slots.counts)
     drawn = (tokens > 0) & (cached(state) == known)
     generated = known - prompt
-    token, logprobs = sampling.sample(logits, sampler, generated, drawn, program.logprobs)
+    token, logprobs = of_first(sampling.sample(logits, sampler, generated, drawn, program.logprobs))
     automaton, old_state = of_slots(state, requests.automaton), of_slots(state, requests.stop_state)
     stop_state, matched = stops.advance(state.automata, automaton, old_state, token)
     watched = drawn & (generated >= sampler.min_new)  # below its minimum length no output stops
@@ -181,7 +184,8 @@ def unfinished(state: EngineState) -> jax.Array:
 def run(program: Program, params: Params, state: EngineState, policy: Policy, *, packed: int) -> EngineState:
     """Runs a segment in one device program, the state donated and updated in place.
 
-    It ends when every request has, after `policy.steps` steps, or when fewer than `policy.low` requests wait.
+    It ends when every request has, after `policy.steps` steps, or when fewer than `policy.low` requests wait. Of several
+    engines none ends before all would.
 
     Args:
       program: the static part.
@@ -195,7 +199,7 @@ def run(program: Program, params: Params, state: EngineState, policy: Policy, *,
     """
     last = state.step + policy.steps
     return jax.lax.while_loop(
-        lambda state: unfinished(state) & (state.step < last) & (state.line.count >= policy.low),
+        lambda state: any_engine(unfinished(state) & (state.step < last) & (state.line.count >= policy.low)),
         lambda state: step(program, params, state, policy, packed),
         state,
     )

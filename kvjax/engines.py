@@ -1,8 +1,8 @@
 """The engines of a job: one, or as many as the mesh axis `data` has, independent of each other, in one program.
 
 The state of several is the state of one with a leading axis (E, …) over `data` on every array but the table of stop
-automata, which they share. Each has its own requests, slots and pages, and runs its own loop until its own end; the
-program ends when all have. What the host reads comes out whole on every process of a mesh that has several.
+automata, which they share. Each has its own requests, slots and pages; they step together, and the program ends when all
+are done. What the host reads comes out whole on every process of a mesh that has several.
 """
 
 from __future__ import annotations

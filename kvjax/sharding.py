@@ -116,6 +116,43 @@ def divided_here() -> bool:
     return any(mesh.shape[name] > 1 and kind != AxisType.Manual for name, kind in kinds)
 
 
+def _manual_size(axis: str) -> int:
+    """Parts of a mesh axis if it is manual in this context; else 1."""
+    mesh = jax.sharding.get_abstract_mesh()
+    kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    return mesh.shape[axis] if kinds.get(axis) == AxisType.Manual else 1
+
+
+def any_engine(flag: jax.Array) -> jax.Array:
+    """Whether a () bool is set in any engine of the mesh axis `data`.
+
+    All engines take the same branches and equally many steps: a collective that XLA inserts may wait for every device,
+    not only for those of one engine.
+    """
+    return jax.lax.pmax(flag.astype(jnp.int32), DATA) > 0 if _manual_size(DATA) > 1 else flag
+
+
+def every_engine(flag: jax.Array) -> jax.Array:
+    """Whether a () bool is set in all of them."""
+    return jax.lax.pmin(flag.astype(jnp.int32), DATA) > 0 if _manual_size(DATA) > 1 else flag
+
+
+def of_first(tree: Any) -> Any:
+    """What the first chip of the axis `seq` has: for what all compute and none may see otherwise, not even by a bit."""
+    if _manual_size(SEQ) == 1:
+        return tree
+    first = jax.lax.axis_index(SEQ) == 0
+    return jax.tree.map(lambda x: jax.lax.psum(jnp.where(first, x, jnp.zeros((), x.dtype)), SEQ), tree)
+
+
+def whole(tree: Any) -> Any:
+    """Keeps XLA from dividing what every chip decides for itself: no collective then stands in a loop whose length
+    differs from engine to engine."""
+    if not divided_here():
+        return tree
+    return jax.tree.map(lambda x: jax.lax.with_sharding_constraint(x, PartitionSpec()), tree)
+
+
 def on_each(f: Callable, in_specs: Any, out_specs: Any) -> Callable:
     """`f` on each device of the mesh in context, over all of its axes that are not manual already."""
     mesh = jax.sharding.get_abstract_mesh()

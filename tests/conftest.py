@@ -13,7 +13,9 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 flags = " ".join(
     (os.environ.get("XLA_FLAGS", ""), "--xla_force_host_platform_device_count=8", "--xla_backend_optimization_level=0")
 )
-os.environ["XLA_FLAGS"] = flags
+# Eight devices on two cores wait for each other: each needs a thread of its own, and its time.
+os.environ.setdefault("NPROC", "16")
+os.environ["XLA_FLAGS"] = f"{flags} --xla_cpu_collective_call_terminate_timeout_seconds=600"
 if importlib.metadata.version("jaxlib").startswith("0.10."):
     os.environ["XLA_FLAGS"] += " --xla_cpu_use_fusion_emitters=false"
 os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # libtpu only compiles here: no metadata server to wait for
