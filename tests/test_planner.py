@@ -487,7 +487,7 @@ def test_the_compilers_account_stands_beside_ours():
         (["gpt2", "--chips", "v5e", "--context", "1M"], "at most 1024"),
         (["gpt2", "--chips", "v5e", "--batch", "0"], "batch"),
         (["gpt2", "--chips", "v5e", "--kv", "int3"], "int3"),
-        (["gpt2", "--chips", "v5e", "--compile"], "cannot be compiled yet"),
+        (["gpt2", "--chips", "h100:8", "--compile"], "asks the TPU's compiler"),
     ],
 )
 def test_bad_input_gets_one_sentence(args, said):
