@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -392,7 +393,8 @@ def shardings(config: CacheConfig, kv: KVPages, group: int, *over: str) -> KVPag
         return PartitionSpec(*axes)
 
     k, v = axes_of(config.layout)
-    return KVPages((spec(*k),) * len(kv.k), (spec(*v),) * len(kv.v), (spec(1, 2),) * len(kv.scales))
+    specs: Any = ((spec(*k),) * len(kv.k), (spec(*v),) * len(kv.v), (spec(1, 2),) * len(kv.scales))
+    return KVPages(*specs)
 
 
 def with_shardings(config: CacheConfig, cache: Cache, where: Cache, *over: str) -> Cache:
@@ -764,8 +766,7 @@ def _attend(
         k, v, of_rows = _codes(k, v, spec.storage)
     new = k, v, of_rows
     if placement.divided:  # every chip writes those of its own pages
-        k, v, of_rows = (None if x is None else spread.whole(x, n) for x in new)
-        assert k is not None
+        k, v, of_rows = spread.whole(k, n), *(None if x is None else spread.whole(x, n) for x in (v, of_rows))
     scales = None if of_rows is None else pages.scales[0].at[page, :, row].set(of_rows, mode="drop")
     k_pages, v_pages = write_rows(
         pages.k[0], pages.v[0] if pages.v else None, k, v, page, row, config.layout,

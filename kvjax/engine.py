@@ -184,8 +184,8 @@ def unfinished(state: EngineState) -> jax.Array:
 def run(program: Program, params: Params, state: EngineState, policy: Policy, *, packed: int) -> EngineState:
     """Runs a segment in one device program, the state donated and updated in place.
 
-    It ends when every request has, after `policy.steps` steps, or when fewer than `policy.low` requests wait. Of several
-    engines none ends before all would.
+    It ends when every request has, after `policy.steps` steps, or when fewer than `policy.low` requests wait. Of
+    several engines none ends before all would.
 
     Args:
       program: the static part.

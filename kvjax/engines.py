@@ -1,8 +1,8 @@
 """The engines of a job: one, or as many as the mesh axis `data` has, independent of each other, in one program.
 
 The state of several is the state of one with a leading axis (E, …) over `data` on every array but the table of stop
-automata, which they share. Each has its own requests, slots and pages; they step together, and the program ends when all
-are done. What the host reads comes out whole on every process of a mesh that has several.
+automata, which they share. Each has its own requests, slots and pages; they step together, and the program ends when
+all are done. What the host reads comes out whole on every process of a mesh that has several.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from kvjax import requests as table
 from kvjax.requests import Rows
 from kvjax.sharding import DATA, SEQ
 from kvjax.state import EngineState, Policy, Program, engine_count, specs
+from kvjax.state import policy as engine_policy
 from kvjax.types import Params
 
 EVERYWHERE = PartitionSpec()
@@ -79,7 +80,7 @@ def run(program: Program, params: Params, state: EngineState, policy: Policy, *,
 
 
 def _policy_specs(program: Program) -> Policy:
-    each = Policy(*(EVERYWHERE,) * 5)
+    each = jax.tree.map(lambda _: EVERYWHERE, engine_policy(0))
     return each.replace(low=PartitionSpec(DATA)) if engine_count(program) > 1 else each
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -231,7 +231,7 @@ def _say_once(text: str) -> None:
 def _check(model: Model, options: Options, backend: str) -> None:
     """Raises NotImplementedError for a cache that the backend cannot read, with the reason."""
     layout, rows = options.layout or default_layout(backend), _rows(model, options, backend)
-    over = divided(model)
+    over: Any = divided(model)
     if backend.startswith("gpu") and over["seq"] > 1:
         raise NotImplementedError("the GPU's kernels do not read sequences that are dealt over chips (mesh axis seq)")
     config = CacheConfig(model.family.kv_specs(model.config, model.storage), 1, rows, 1, **over)
@@ -270,7 +270,7 @@ def cache_config(model: Model, slots: int, longest: int, options: Options) -> Ca
         _check(model, options, backend)
     except NotImplementedError as error:
         raise RequestError(f"{error}: choose other rows, another storage or layout, or backend='xla'.") from error
-    over = divided(model)
+    over: Any = divided(model)
     rows = _rows(model, options, backend) * over["seq"]
     per_slot = power_of_two(-(-longest // rows))
     config = CacheConfig(
@@ -338,7 +338,7 @@ def start(model: Model, shapes: Plan, automata: np.ndarray) -> tuple[Program, En
     return program, empty(jnp.asarray(automata))
 
 
-def placed(model: Model, shapes: Plan, state: EngineState) -> EngineState:
+def placed(model: Model, shapes: Plan, state: Any) -> EngineState:
     """The state of a plan, of arrays on the host, where the engine has it."""
     program = program_of(model, shapes.cache, logprobs=shapes.logprobs, backend=shapes.backend, share=shapes.share)
     where = engine_state.shardings(program, state, sharding.mesh_of(model.params))
@@ -348,10 +348,8 @@ def placed(model: Model, shapes: Plan, state: EngineState) -> EngineState:
 
 
 @functools.lru_cache(maxsize=64)
-def starter(
-    program: Program, mesh: Mesh | None, rows: int, biases: int, stops: int, penalties: int | None
-) -> Callable[[jax.Array], EngineState]:
-    """Automata → an empty state, by one program rather than one for each array."""
+def starter(program: Program, mesh: Mesh | None, rows: int, biases: int, stops: int, penalties: int | None) -> Any:
+    """A jitted function, automata → an empty state: one program rather than one for each array."""
 
     def init(automata: jax.Array) -> EngineState:
         one = engine_state.init(program, automata, rows=rows, biases=biases, stops=stops, penalties=penalties)

@@ -27,4 +27,6 @@ def merge(outs: jax.Array, lses: jax.Array, sinks: jax.Array | None = None) -> t
         with_sinks = jnp.logaddexp(lse, jnp.broadcast_to(sinks.astype(jnp.float32), lse.shape))
         lse = jnp.where(nothing, lse, with_sinks)
     share = jnp.where(nothing[None], 0.0, jnp.exp(lses - jnp.where(nothing, 0.0, lse)[None]))
-    return (outs.astype(jnp.float32) * share[..., None]).sum(axis=0), lse
+    # What saw nothing may hold anything: it must not come back as 0 × NaN.
+    outs = jnp.where(jnp.isneginf(lses)[..., None], 0.0, outs.astype(jnp.float32))
+    return (outs * share[..., None]).sum(axis=0), lse

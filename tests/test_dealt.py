@@ -1,5 +1,7 @@
 """Pages dealt over chips: the map, and attention over the parts, merged, against attention over the whole."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -36,7 +38,7 @@ def test_causal_work_is_even():
     assert len(totals) == 1
 
 
-CASES = {
+CASES: dict[str, tuple[Case, dict[str, Any]]] = {
     "decode": (Case((1, 5, 16, 33, 64, 100), (1,) * 6, dim=64, value_dim=64), {}),
     "chunks": (Case((9, 40, 70, 7, 100), (9, 17, 1, 1, 60), dim=64, value_dim=64), {}),
     "window": (Case((1, 40, 70, 7, 100), (1, 17, 1, 1, 60), dim=64, value_dim=64), {"window": 11}),
@@ -49,7 +51,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("parts", (2, 4))
-@pytest.mark.parametrize("backend", ("reference", "xla", "tpu_interpret"))
+@pytest.mark.parametrize("backend", ("reference", "xla", pytest.param("tpu_interpret", marks=pytest.mark.slow)))
 @pytest.mark.parametrize("name", CASES)
 def test_parts_merged_are_the_whole(name, backend, parts):
     case, features = CASES[name]
@@ -75,7 +77,8 @@ def test_parts_merged_are_the_whole(name, backend, parts):
         local = (q, filled[0][mine], filled[1][mine], own, lengths, starts)
         out, lse = attend(local, spec, **how, backend=backend, deal=deal)
         assert not np.isnan(np.asarray(out)).any()
-        outs.append(out), lses.append(lse)
+        outs.append(out)
+        lses.append(lse)
     out, lse = merge(jnp.stack(outs), jnp.stack(lses))
     used = starts[-1]
     np.testing.assert_allclose(out[:used], whole[0][:used], atol=2e-5)
@@ -99,5 +102,8 @@ def test_merging_nothing_with_something():
     lse = jnp.array([-jnp.inf, 3.0]).reshape(2, 1, 1)
     merged, total = jax.jit(merge)(out, lse)
     assert merged.tolist() == [[[1.0, 1.0]]] and total.tolist() == [[3.0]]
-    merged, total = merge(out * 0, jnp.full((2, 1, 1), -jnp.inf), jnp.array([1.0]))
+    merged, total = merge(out * jnp.nan, jnp.full((2, 1, 1), -jnp.inf), jnp.array([1.0]))
     assert merged.tolist() == [[[0.0, 0.0]]] and np.isneginf(total).all()
+    assert np.isfinite(merge(out, jnp.array([1e4, 1e4 + 200]).reshape(2, 1, 1))[1]).all()
+    poisoned = jnp.stack([jnp.full((1, 1, 2), jnp.nan), jnp.ones((1, 1, 2))])
+    assert merge(poisoned, lse)[0].tolist() == [[[1.0, 1.0]]]

@@ -24,7 +24,6 @@ from jax.sharding import PartitionSpec as P
 from kvjax.pallas_kernels.ring_attention import (
     AttentionSpec,
     balance,
-    merge,
     permute,
     plain,
     ring_attention,
@@ -278,29 +277,6 @@ def test_a_planted_bug_is_seen(bug):
         patch = mock.patch.object(tpu.pltpu, "make_async_remote_copy", careless)
     with patch:
         assert any(interpreted(RING if bug == "capacity" else SMALL, "on_wait"))
-
-
-def test_merge_is_attention_over_both():
-    rng = np.random.default_rng(0)
-    arrays = build(Case(n=1, T=20, S=30))
-    want, want_lse = oracle(arrays, AttentionSpec(0.3))
-    parts: list[jax.Array] = []
-    for place in (slice(0, 11), slice(11, 30)):
-        part = arrays | {name: arrays[name][place] for name in ("k", "v", "kv_positions")}
-        parts += [jnp.asarray(x, jnp.float32) for x in oracle(part, AttentionSpec(0.3))]
-    a, lse_a, b, lse_b = parts
-    out, lse = merge(a, lse_a, b, lse_b)
-    np.testing.assert_allclose(out, want, rtol=1e-5, atol=1e-6)
-    np.testing.assert_allclose(lse, want_lse, rtol=1e-5, atol=1e-6)
-    nothing = jnp.full_like(parts[1], -jnp.inf)
-    poison = jnp.full_like(parts[0], jnp.nan)
-    for merged in (merge(a, lse_a, poison, nothing), merge(poison, nothing, a, lse_a)):
-        np.testing.assert_allclose(merged[0], parts[0], rtol=1e-6)
-        np.testing.assert_allclose(merged[1], parts[1], rtol=1e-6)
-    out, lse = merge(poison, nothing, poison, nothing)
-    assert not out.any() and np.isneginf(lse).all()
-    large = jnp.asarray(rng.standard_normal(parts[1].shape), jnp.float32) + 1e4
-    assert np.isfinite(merge(parts[0], large, parts[2], large + 200)[1]).all()
 
 
 def test_orders_hold_every_position_once():

@@ -6,6 +6,7 @@ import pathlib
 import re
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 
@@ -16,7 +17,7 @@ from kvjax.planner import compiled
 
 ROOT = pathlib.Path(__file__).parents[1]
 
-SLICES = [
+SLICES: list[tuple[str, dict[str, Any]]] = [
     # A prompt step of 2,048 tokens a chip: the ring.
     ("llama-3-8b", {"context": "1M", "chips": "v5e:4x4", "mesh": "seq=4,model=4", "packed": 8192}),
     ("llama-3-70b", {"context": "1M", "chips": "v5p:4x4x4", "mesh": "seq=8,model=8"}),
@@ -36,7 +37,7 @@ def test_the_loop_fits_by_the_compilers_account(name, what):
     assert abs(theirs.total - plan.memory.total) <= 0.05 * plan.memory.total
     assert abs(theirs.weights - plan.memory.weights) <= 0.01 * plan.memory.weights
     assert theirs.kv == plan.memory.kv
-    hlo = program_text.as_text()
+    hlo = program_text.as_text() or ""
     # Nothing as large as a layer's weights travels, and no K or V of the cache.
     widest = plan.packed * plan.model.config.heads * plan.model.config.head_dim
     for size in re.findall(r"= \w+\[([\d,]+)\]\S* (?:all-gather|all-to-all|collective-permute)(?:-start)?\(", hlo):

@@ -62,7 +62,7 @@ def mesh_of(where: Slice, axes: Axes) -> Mesh:
         devices = topologies.get_topology_desc(platform="tpu", topology_name=f"{name}:{shape}", **more).devices
     except Exception as error:
         raise RequestError(f"The TPU's compiler does not know the slice {name}:{shape}: give a topology.") from error
-    chosen = np.asarray(devices[: where.devices]).reshape(axes.data, axes.seq, axes.expert, axes.model)
+    chosen: Any = np.asarray(devices[: where.devices]).reshape(axes.data, axes.seq, axes.expert, axes.model)
     return sharding.automatic(Mesh(chosen, sharding.MESH_AXES))
 
 
@@ -84,8 +84,9 @@ def _factors(n: int) -> list[int]:
 def job_of(plan: Plan, mesh: Mesh) -> tuple[Any, tuple[Any, Any, Policy]]:
     """(program, (parameters, state, policy)) of the loop, all of them shapes with their places on the mesh."""
     params, stacked = params_of(plan.model, plan.dtype, mesh)
+    tokens: Any = range(plan.model.config.vocab)  # their number counts, not their bytes
     model = plans.Model(
-        plan.model.family, plan.model.config, params, (0,), range(plan.model.config.vocab), plan.dtype, plan.storage,
+        plan.model.family, plan.model.config, params, (0,), tokens, plan.dtype, plan.storage,
         stacked, mesh.abstract_mesh,
     )  # fmt: skip
     slots = -(-plan.batch // plan.axes.data)
@@ -118,7 +119,7 @@ def _placed(shape: Any, where: NamedSharding) -> jax.ShapeDtypeStruct:
 
 def _policy(axes: Axes, mesh: Mesh) -> Policy:
     number = jax.ShapeDtypeStruct((), jnp.int32, sharding=NamedSharding(mesh, PartitionSpec()))
-    policy = Policy(*(number,) * 5)
+    policy: Any = jax.tree.map(lambda _: number, engine_state.policy(0))
     if axes.data == 1:
         return policy
     each = NamedSharding(mesh, PartitionSpec(sharding.DATA))

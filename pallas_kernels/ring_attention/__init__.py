@@ -11,7 +11,6 @@ import jax.numpy as jnp
 
 from kvjax.pallas_kernels.paged_attention.spec import AttentionSpec
 from kvjax.pallas_kernels.ring_attention import permute, reference
-from kvjax.pallas_kernels.ring_attention.merge import merge
 from kvjax.pallas_kernels.ring_attention.order import Balance, balance, plain, striped, work, zigzag
 
 BACKENDS = ("reference", "xla", "tpu", "tpu_interpret")
@@ -135,7 +134,6 @@ __all__ = [
     "Balance",
     "balance",
     "default_backend",
-    "merge",
     "plain",
     "ring_attention",
     "striped",
