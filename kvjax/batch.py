@@ -10,13 +10,17 @@ run again, from its records (kvjax.batch_files) and, for requests without one, f
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
+import os
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+from kvjax import processes
 from kvjax.batch_files import (
+    Followed,
     Input,
     PathLike,
     Records,
@@ -26,6 +30,7 @@ from kvjax.batch_files import (
     parse_shard,
     remove_snapshots,
     shard_path,
+    shared_records,
 )
 from kvjax.errors import RequestError, UserError
 from kvjax.sampling_params import ALIASES, SamplingParams
@@ -159,6 +164,10 @@ def run(
       stop: asked about once a second. When true the run takes a last snapshot, whatever `snapshot_every` is, and
         returns; run again it goes on from there.
 
+    A model on a mesh over several processes (kvjax.processes) needs all of them: each calls this with the same
+    arguments, process 0 writes the records, and a `stop` in any of them stops all. What loads a model is taken to load
+    one like that, where there are several processes.
+
     Raises:
       UserError: the input cannot be read, the target cannot be written or belongs to another job or shard, or
         `defaults` or `shard` are impossible. What is wrong with single lines is in their records instead.
@@ -182,12 +191,21 @@ def run(
     if settings is None:
         model = loaded()
         settings = identity(model)
+    several = processes.count() > 1 and (callable(model) or processes.spans(_mesh(model)))
+    if several and os.fspath(source) == "-":
+        raise UserError("Several processes cannot read one standard input: write the lines to a file.")
     with opened_input(source, part) as lines:
         job = {"input": lines.digest, "seed": seed, **settings, "defaults": dataclasses.asdict(base)}
         job |= {} if shard is None else {"shard": str(part)}
         custom_ids = (parse(index, raw).custom_id for index, raw in lines)
-        with opened_records(target, job, custom_ids, lines.end, overwrite, lines.shard) as records:
-            shots = _Snapshots(records, job, snapshot_every, snapshot_kv)
+
+        def opened() -> contextlib.AbstractContextManager[Records]:
+            return opened_records(target, job, custom_ids, lines.end, overwrite, lines.shard)
+
+        if several:
+            processes.check_same(**job, snapshot_every=snapshot_every, snapshot_kv=snapshot_kv)
+        with shared_records(opened, lines.shard) if several else opened() as records:
+            shots = _Snapshots(records, job, snapshot_every, snapshot_kv, several)
             return _Run(loaded, lines, records, base, seed, shots, on_progress, stop or (lambda: False)).run()
 
 
@@ -198,6 +216,12 @@ def _check_snapshots(every: Any, target: PathLike) -> None:
         raise UserError(f"snapshot_every is {every!r}: give a number of seconds over 0.")
     if str(target) == "-":
         raise UserError("A job that writes to the standard output cannot be resumed, and needs no snapshots of it.")
+
+
+def _mesh(llm: LLM) -> Any:
+    from kvjax.sharding import mesh_of
+
+    return mesh_of(llm.model.params)
 
 
 def identity(llm: LLM) -> dict[str, Any]:
@@ -287,12 +311,14 @@ class _Snapshots:
       note: what the job is made from.
       every: seconds between two of them, or None.
       pages: whether they hold K and V.
+      several: whether several processes take them together.
     """
 
     records: Records
     note: Mapping[str, Any]
     every: float | None
     pages: bool
+    several: bool = False
 
     def resume(self, llm: LLM, seed: int) -> Job:
         """The job of the newest snapshot, else a new one."""
@@ -301,12 +327,17 @@ class _Snapshots:
 
         self._last = time.monotonic()
         folder = self.records.snapshots
-        if folder is not None and snapshots.exists(folder):
+        if folder is not None and self._there(folder):
             try:
                 return snapshots.resume(llm.model, folder, llm.options, note=self.note)
             except snapshots.NoSnapshot:
                 pass  # of another job that has no records, or killed before it was whole
         return Job(llm.model, llm.options, seed=seed)
+
+    def _there(self, folder: str) -> bool:
+        from kvjax import snapshots
+
+        return processes.first(lambda: snapshots.exists(folder)) if self.several else snapshots.exists(folder)
 
     @property
     def due(self) -> bool:
@@ -324,7 +355,7 @@ class _Snapshots:
         self._last = time.monotonic()
 
     def remove(self) -> None:
-        if self.records.snapshots is not None:
+        if self.records.snapshots is not None and not isinstance(self.records, Followed):
             remove_snapshots(self.records.snapshots)
 
 
@@ -398,10 +429,11 @@ class _Run:
             self._report()
             if self.records.done == self.lines.total:
                 break
-            if self.stop():
+            stop, due = job.agree(self.stop(), self.snapshots.due)
+            if stop:
                 self.snapshots.take(job, last=True)
                 return
-            if self.snapshots.due:
+            if due:
                 self.snapshots.take(job)
         self.records.flush()
         self._report()

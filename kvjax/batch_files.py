@@ -25,6 +25,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
 
+from kvjax import processes
 from kvjax.errors import UserError
 
 PathLike = str | os.PathLike[str]
@@ -236,6 +237,28 @@ class Records:
     def publish(self) -> None:
         """Brings what is flushed to where it survives this machine. Raises UserError."""
 
+    def known(self) -> dict[str, Any]:
+        """What the other processes of the job have to know, as a JSON value; see `Followed`."""
+        known = {"written": self._written, "next": self.next, "waiting": sorted(self.waiting)}
+        return known | {"snapshots": self.snapshots}
+
+
+class Followed(Records):
+    """What process 0 has of records, in another process of the same job: all but the records."""
+
+    def __init__(self, known: Mapping[str, Any], shard: Shard):
+        """`known`: from process 0's `Records.known`."""
+        self._shard, self._written, self.next = shard, known["written"], known["next"]
+        self.waiting, self.snapshots = dict.fromkeys(known["waiting"], b""), known["snapshots"]
+
+    def add(self, index: int, record: bytes) -> None:
+        self.waiting[index] = b""
+
+    def flush(self) -> None:
+        while self.next in self.waiting:
+            del self.waiting[self.next]
+            self._written, self.next = self._written + 1, self._shard.after(self.next)
+
 
 class _Durable(Records):
     """Records in a file, those out of order in a journal beside it; on the disk when `flush` returns."""
@@ -333,6 +356,26 @@ def opened_records(
             finally:
                 records.close()
                 publish()
+
+
+@contextlib.contextmanager
+def shared_records(
+    open_them: Callable[[], contextlib.AbstractContextManager[Records]], shard: Shard
+) -> Iterator[Records]:
+    """The records of a job that several processes run: process 0 opens and writes them, the others follow.
+
+    Raises:
+      UserError: process 0's.
+    """
+    with contextlib.ExitStack() as stack:
+        opened: list[Records] = []
+
+        def known() -> dict[str, Any]:
+            opened.append(stack.enter_context(open_them()))
+            return opened[0].known()
+
+        found = processes.first(known)
+        yield opened[0] if opened else Followed(found, shard)
 
 
 def remove_snapshots(folder: str) -> None:

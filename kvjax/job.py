@@ -12,11 +12,12 @@ import itertools
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 import jax
 import numpy as np
 
-from kvjax import engines, plans, prefix, sampling, sharding
+from kvjax import engines, plans, prefix, processes, sampling, sharding
 from kvjax import requests as table
 from kvjax.errors import RequestError
 from kvjax.plans import Model, Options, Plan, Request
@@ -151,6 +152,7 @@ class Job:
       live: requests on the device, by order.
       plan: the shapes of the device's state; None before the first segment, and chosen then.
       state: the engine's state, or None.
+      several: whether several processes hold it together: each runs the same job, with the same requests.
     """
 
     def __init__(
@@ -174,6 +176,8 @@ class Job:
         self._order = 0
         self._clock, self._pace = clock, _Pace(options.segment_seconds)
         self._began = clock()
+        self.several = processes.spans(sharding.mesh_of(model.params))
+        self._told: int | None = None  # process 0's clock
         self._cancelled: list[Output] = []
         self._before = dict.fromkeys(_STATISTICS, 0)
         self._seen: dict[str, np.ndarray] = {}  # of each engine, at the last look
@@ -237,7 +241,8 @@ class Job:
 
     def _run(self, more: bool) -> list[Output]:
         assert self.plan is not None and self.program is not None
-        policy = self._policy(self._pace.steps, more)
+        policy = self._policy(None, more)
+        self._told = None
         with self._pace:
             self.state = engines.run(self.program, self.model.params, self.state, policy, packed=self.plan.packed)
             finished = self._collect()
@@ -255,20 +260,39 @@ class Job:
     def _engines(self) -> int:
         return sharding.sizes(self.model.mesh)["data"]
 
-    def _policy(self, steps: int, more: bool) -> Policy:
+    def agree(self, *flags: bool) -> tuple[bool, ...]:
+        """Makes what the host decides of the next segment the same in all processes: what process 0 has decided.
+
+        Once between two segments; a segment before which it was not called does so itself.
+
+        Args:
+          flags: of the caller's own.
+
+        Returns:
+          Which of the flags any process has raised.
+        """
+        if not self.several:
+            return flags
+        (self._pace.steps, self._told), raised = processes.agree((self._pace.steps, self.seconds), flags)
+        return raised
+
+    def _policy(self, steps: int | None, more: bool) -> Policy:
         """With more to come the segment ends while the line can still fill all slots: who runs with whom does not
-        depend on when the host looks."""
+        depend on when the host looks. `steps`: None for what the pace says."""
         assert self.plan is not None and self.state is not None
+        if self._told is None:
+            self.agree()
         slots, options = self.plan.cache.slots, self.options
         low = np.minimum(slots if more else 0, self._seen["waiting"]).astype(np.int32)
         ttl = prefix.FOREVER if options.prefix_ttl is None else min(round(options.prefix_ttl), prefix.FOREVER)
-        return Policy(
-            steps=np.int32(steps),
-            low=low if self._engines > 1 else low[0],
-            refill=np.int32(max(1, slots // 8) if options.refill is None else options.refill),
-            clock=np.int32(self.seconds),
-            ttl=np.int32(ttl),
-        )
+        numbers: Any = {  # NumPy's: the same on every process
+            "steps": np.int32(self._pace.steps if steps is None else steps),
+            "low": low if self._engines > 1 else low[0],
+            "refill": np.int32(max(1, slots // 8) if options.refill is None else options.refill),
+            "clock": np.int32(self.seconds if self._told is None else self._told),
+            "ttl": np.int32(ttl),
+        }
+        return Policy(**numbers)
 
     @property
     def seconds(self) -> int:

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax import beam, embedding, job, stops
+from kvjax import beam, embedding, job, processes, stops
 from kvjax.cache_control import pins, without_marks
 from kvjax.checkpoints.place import load_model
 from kvjax.checkpoints.resolve import open_checkpoint
@@ -410,7 +410,8 @@ def load(
       context: longest prompt with output to serve; the checkpoint's own when None. Fixes length-dependent RoPE.
       dtype: of the parameters and activations; float32 on CPU and bfloat16 elsewhere when None.
       kv_dtype: of the cached K and V; as `dtype` when None; also int8, float8_e4m3fn or float8_e5m2.
-      mesh: devices with axes named as in `kvjax.sharding`; parameters go straight onto it.
+      mesh: devices with axes named as in `kvjax.sharding`; parameters go straight onto it. Over the devices of several
+        processes (`kvjax.processes`), each of them has to call the same functions with the same arguments.
       layers: "unrolled" runs faster, "scanned" compiles one layer only.
       rope: another scaling of RoPE than the checkpoint's, for positions beyond the trained length: "yarn:4", "ntk:2",
         "dynamic:4", "linear:2", "longrope:FILE", "default", or the fields of config.json's rope_scaling. Without a
@@ -431,6 +432,8 @@ def load(
         raise ModelError(f"mesh is {mesh!r}: give a jax.sharding.Mesh, e.g. jax.make_mesh((4,), ('model',)).")
     if mesh is not None and (unknown := [name for name in mesh.axis_names if name not in MESH_AXES]):
         raise ModelError(f"mesh has an axis {unknown[0]!r}: name its axes out of {', '.join(MESH_AXES)}.")
+    if mesh is not None and processes.spans(mesh) and not set(range(processes.count())) <= _owners(mesh):
+        raise ModelError("mesh has no device of some of the processes: make it of jax.devices(), or of local ones.")
     run_options = _options(options)
     on_cpu = (mesh.devices.flat[0] if mesh is not None else jax.devices()[0]).platform == "cpu"
     dtype = _float_type("dtype", dtype or (jnp.float32 if on_cpu else jnp.bfloat16))
@@ -454,6 +457,10 @@ def load(
     shape = None if mesh is None else automatic(mesh).abstract_mesh
     model = Model(family, config, params, tokenizer.eos_ids, token_bytes, dtype.name, storage, stacked, shape)
     return LLM(model, tokenizer, run_options, description)
+
+
+def _owners(mesh: jax.sharding.Mesh) -> set[int]:
+    return {device.process_index for device in mesh.devices.flat}
 
 
 def _options(fields: Mapping[str, Any]) -> Options:

@@ -231,7 +231,7 @@ def pack(items: Sequence[Item], sampler: SamplerState, width: int, capacity: int
         known=np.asarray([*(len(item.tokens) for item in items), *[0] * (width - n)], np.int32),
         root=roots,
         pins=pins,
-        sampler=jax.tree.map(lambda x: np.concatenate([x, np.repeat(x[:1], width - n, axis=0)]), sampler),
+        sampler=jax.tree.map(lambda x: np.concatenate([x, np.zeros((width - n, *x.shape[1:]), x.dtype)]), sampler),
         logprobs=logprobs,
         **{name: column(name) for name in names},
     )

@@ -6,14 +6,21 @@ folder/7/state   the engine's state, K and V included, for a continuation bit fo
 
 A snapshot is a checkpoint of Orbax, which appears whole or not at all: by a rename on a disk, by a file that is written
 last in a bucket. What a killed process has begun is ignored, and removed by the next.
+
+Several processes that hold a job together (kvjax.processes) save and resume it together. Process 0 writes and reads
+what the host knows, and tells the others; the state is written and read by all, each the part on its devices, for which
+the folder has to be on a disk that all of them see. Where it is not, snapshots hold no state.
 """
 
 from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 import hashlib
+import io
 import json
+import logging
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -24,7 +31,8 @@ import jax.numpy as jnp
 import numpy as np
 from etils import epath
 
-from kvjax import plans, stops
+from kvjax import plans, processes, sharding, stops
+from kvjax import state as engine_state
 from kvjax.cache import CacheConfig
 from kvjax.errors import UserError
 from kvjax.job import Entry, Job, Memory
@@ -62,27 +70,74 @@ def save(job: Job, folder: epath.PathLike, *, pages: bool = True, note: Any = No
     Raises:
       UserError: the folder cannot be written.
     """
-    import orbax.checkpoint as ocp
-
-    memory = job.memory()
-    arrays = _leaves(job.state) if pages and job.state is not None else {}
+    memory, folder = job.memory(), epath.Path(folder)
+    shared = not job.several or _all_see(folder) if pages else True
+    arrays = _leaves(job.state) if pages and shared and job.state is not None else {}
     host, rows = _packed(memory)
     host |= {"format": FORMAT, "note": note, "model": fingerprint(job.model), "options": _shaping(job.options)}
     host["state"] = _described(arrays)
-    items = {"host": ocp.args.JsonSave(host), "rows": ocp.args.PyTreeSave(rows)}
-    if arrays:
-        items["state"] = ocp.args.PyTreeSave(arrays)
-    folder = epath.Path(folder)
+    once = processes.first if job.several else _here
+    number = once(lambda: _writing(folder, _begin))
+    if arrays or not job.several:
+        _writing(folder, lambda _: _write(folder / str(number), host, rows, arrays))
+    else:
+        once(lambda: _writing(folder, lambda _: _write(folder / str(number), host, rows, {}, alone=True)))
+    once(lambda: _writing(folder, _remove_old))
+
+
+def _here(make: Callable[[], Any]) -> Any:
+    return make()
+
+
+def _writing(folder: epath.Path, do: Callable[[epath.Path], Any]) -> Any:
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        _remove_torn(folder)
-        number = max(_numbers(folder), default=-1) + 1
-        with _checkpointer() as checkpointer:
-            checkpointer.save(folder / str(number), args=ocp.args.Composite(**items))
-        for old in _numbers(folder)[:-KEEP]:
-            (folder / str(old)).rmtree()
+        return do(folder)
     except Exception as error:  # a bucket's client raises errors of its own
         raise UserError(f"A snapshot cannot be written to {folder} ({_reason(error)}).") from error
+
+
+def _begin(folder: epath.Path) -> int:
+    """The number of a new snapshot."""
+    folder.mkdir(parents=True, exist_ok=True)
+    _remove_torn(folder)
+    return max(_numbers(folder), default=-1) + 1
+
+
+def _write(path: epath.Path, host: Any, rows: Any, arrays: Mapping[str, Any], alone: bool = False) -> None:
+    import orbax.checkpoint as ocp
+
+    items = {"host": ocp.args.JsonSave(host), "rows": ocp.args.PyTreeSave(rows)}
+    if arrays:
+        items["state"] = ocp.args.PyTreeSave(dict(arrays))
+    with _checkpointer(alone) as checkpointer:
+        checkpointer.save(path, args=ocp.args.Composite(**items))
+
+
+def _remove_old(folder: epath.Path) -> None:
+    for old in _numbers(folder)[:-KEEP]:
+        (folder / str(old)).rmtree()
+
+
+def _all_see(folder: epath.Path) -> bool:
+    """Whether all processes see what process 0 writes there."""
+
+    def mark() -> str:
+        mark = folder / f"0.orbax-checkpoint-tmp-seen-{time.time_ns()}"  # which the next removes if this one is killed
+        mark.mkdir(parents=True)
+        (mark / "seen").write_text("")
+        return mark.name
+
+    mine = folder / processes.first(lambda: _writing(folder, lambda _: mark()))
+    unseen = processes.any_of(not (mine / "seen").exists())
+    processes.first(lambda: _writing(folder, lambda _: mine.rmtree()))
+    if unseen and processes.index() == 0:
+        _say_once(f"Not all processes see {folder}: snapshots hold no K and V, which are computed again.")
+    return not unseen
+
+
+@functools.cache
+def _say_once(text: str) -> None:
+    logging.getLogger(__name__).warning(text)
 
 
 def resume(
@@ -112,22 +167,23 @@ def resume(
       UserError: it is of another model.
     """
     folder = epath.Path(folder)
-    try:
-        _remove_torn(folder)
-        numbers = _numbers(folder)
-    except Exception as error:
-        raise UserError(f"{folder} cannot be read ({_reason(error)}).") from error
+    several = processes.spans(sharding.mesh_of(model.params))
+    numbers = processes.first(lambda: _complete(folder)) if several else _complete(folder)
     why = ""
     for number in reversed(numbers):
         one = folder / str(number)
         try:
-            host = _read_host(one)
+            host, rows = _told(one) if several else _read(one)
             if note is not None and host["note"] != json.loads(json.dumps(note)):
                 continue
             _check_model(host["model"], fingerprint(model), one)
-            memory = _unpacked(host, _read_arrays(one, "rows", host["rows"]))
+            memory = _unpacked(host, rows)
             found = _found(model, options, plan, memory, host)
-            state = _read_state(one, model, memory, host) if found.exact else None
+            state = None
+            if found.exact and several:
+                state = _read_state_together(one, model, memory, host)
+            elif found.exact:
+                state = _read_state(one, model, memory, host)
         except UserError:
             raise
         except Exception as error:  # damaged after it was complete, or of another version: Orbax raises many kinds
@@ -138,6 +194,14 @@ def resume(
         return job
     of = "" if note is None else " of this job"
     raise NoSnapshot(f"There is no complete snapshot{of} in {folder}{why}.")
+
+
+def _complete(folder: epath.Path) -> list[int]:
+    try:
+        _remove_torn(folder)
+        return _numbers(folder)
+    except Exception as error:
+        raise UserError(f"{folder} cannot be read ({_reason(error)}).") from error
 
 
 def exists(folder: epath.PathLike) -> bool:
@@ -214,18 +278,55 @@ def _remove_torn(folder: epath.Path) -> None:
             path.rmtree(missing_ok=True)
 
 
-def _checkpointer() -> Any:
+def _checkpointer(alone: bool = False) -> Any:
+    """`alone`: for this process, where there are several, and the others do not take part."""
     import orbax.checkpoint as ocp
 
+    who = ocp.options.MultiprocessingOptions()
+    if alone and processes.count() > 1:
+        mine = processes.index()
+        who = ocp.options.MultiprocessingOptions(mine, {mine}, "kvjax")
     # Uncompressed: K and V hardly shrink, and the job waits meanwhile.
-    arrays = {name: ocp.PyTreeCheckpointHandler(use_ocdbt=True, use_compression=False) for name in ("rows", "state")}
-    return ocp.Checkpointer(ocp.CompositeCheckpointHandler(host=ocp.JsonCheckpointHandler(), **arrays))
+    one = functools.partial(ocp.PyTreeCheckpointHandler, use_ocdbt=True, use_compression=False)
+    arrays = {name: one(multiprocessing_options=who) for name in ("rows", "state")}
+    handler = ocp.CompositeCheckpointHandler(
+        composite_options=ocp.CompositeOptions(multiprocessing_options=who),
+        host=ocp.JsonCheckpointHandler(multiprocessing_options=who),
+        **arrays,
+    )
+    return ocp.Checkpointer(handler, multiprocessing_options=who)
+
+
+def _read(path: epath.Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    """What the host knew, by this process alone."""
+    host = _read_host(path)
+    return host, _read_arrays(path, "rows", host["rows"])
+
+
+def _told(path: epath.Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    """`_read` by process 0. Raises ValueError in all processes if it fails there."""
+
+    def read() -> bytes:
+        try:
+            host, rows = _read(path)
+        except Exception as error:
+            return b"!" + _reason(error).encode()
+        file = io.BytesIO()
+        np.savez(file, host=np.frombuffer(json.dumps(host).encode(), np.uint8), **rows)  # type: ignore[arg-type]
+        return b" " + file.getvalue()
+
+    raw = processes.first_bytes(read)
+    if raw[:1] == b"!":
+        raise ValueError(raw[1:].decode())
+    with np.load(io.BytesIO(raw[1:])) as arrays:
+        rows = {name: arrays[name] for name in arrays.files}
+    return json.loads(rows.pop("host").tobytes()), rows
 
 
 def _read_host(path: epath.Path) -> dict[str, Any]:
     import orbax.checkpoint as ocp
 
-    with _checkpointer() as checkpointer:
+    with _checkpointer(alone=True) as checkpointer:
         host = checkpointer.restore(path, args=ocp.args.Composite(host=ocp.args.JsonRestore())).host
     if host["format"] != FORMAT:
         raise ValueError(f"format {host['format']}")
@@ -237,7 +338,7 @@ def _read_arrays(path: epath.Path, item: str, described: Mapping[str, Any]) -> d
     import orbax.checkpoint as ocp
 
     args = {name: ocp.RestoreArgs(restore_type=np.ndarray) for name in described}
-    with _checkpointer() as checkpointer:
+    with _checkpointer(alone=True) as checkpointer:
         restored = checkpointer.restore(
             path, args=ocp.args.Composite(**{item: ocp.args.PyTreeRestore(restore_args=args)})
         )
@@ -259,6 +360,14 @@ def _leaves(state: Any) -> dict[str, Any]:
     return {name: leaf for name, leaf in named.items() if math.prod(leaf.shape) and name != _AUTOMATA}
 
 
+def _leaves_like(form: Any, other: Any) -> dict[str, Any]:
+    """The leaves of another tree by the places of the arrays of `form`."""
+    names = [
+        jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in jax.tree_util.tree_leaves_with_path(form)
+    ]
+    return dict(zip(names, jax.tree.leaves(other), strict=True))
+
+
 def _abstract(model: Model, plan: Plan) -> EngineState:
     table = jax.ShapeDtypeStruct((1, 2, len(model.token_bytes)), jnp.int8)
     return jax.eval_shape(lambda automata: plans.start(model, plan, automata)[1], table)
@@ -268,13 +377,64 @@ def _read_state(path: epath.Path, model: Model, memory: Memory, host: Mapping[st
     assert memory.plan is not None
     arrays = _read_arrays(path, "state", host["state"])
 
-    def leaf(place: Any, shape: jax.ShapeDtypeStruct) -> jax.Array:
+    def leaf(place: Any, shape: jax.ShapeDtypeStruct) -> np.ndarray:
         name = jax.tree_util.keystr(place, simple=True, separator=".")
         return arrays.pop(name) if name in arrays else np.zeros(shape.shape, shape.dtype)
 
-    state = jax.tree_util.tree_map_with_path(leaf, _abstract(model, memory.plan))
+    state: Any = jax.tree_util.tree_map_with_path(leaf, _abstract(model, memory.plan))
     state = state.replace(automata=stops.no_stops(len(model.token_bytes)))
     return plans.placed(model, memory.plan, state)
+
+
+def _read_state_together(path: epath.Path, model: Model, memory: Memory, host: Mapping[str, Any]) -> EngineState | None:
+    """`_read_state` by all processes, each what its devices hold; None where one of them does not see the folder."""
+    import orbax.checkpoint as ocp
+
+    assert memory.plan is not None
+    if processes.any_of(not ocp.utils.is_checkpoint_finalized(path) if path.exists() else True):
+        return None
+    form = _abstract(model, memory.plan)
+    plan = memory.plan
+    program = plans.program_of(model, plan.cache, logprobs=plan.logprobs, backend=plan.backend, share=plan.share)
+    where = engine_state.shardings(program, form, sharding.mesh_of(model.params))
+    shapes, places = _leaves(form), _leaves_like(form, where)
+    args = {
+        name: ocp.ArrayRestoreArgs(sharding=places[name], global_shape=shape.shape, dtype=shape.dtype)
+        for name, shape in shapes.items()
+    }
+    error: Exception | None = None
+    arrays: dict[str, Any] = {}
+    try:
+        with _checkpointer() as checkpointer:
+            restored = checkpointer.restore(
+                path, args=ocp.args.Composite(state=ocp.args.PyTreeRestore(restore_args=args))
+            )
+        arrays = dict(restored["state"])
+        if _described(arrays) != host["state"]:
+            raise ValueError("state is not what was written")
+    except Exception as failed:
+        error = failed
+    if processes.any_of(error is not None):
+        raise error or ValueError("another process could not read it")
+
+    def leaf(place: Any, shape: jax.ShapeDtypeStruct, to: jax.sharding.Sharding) -> jax.Array:
+        name = jax.tree_util.keystr(place, simple=True, separator=".")
+        if name in arrays:
+            return _own(arrays.pop(name))
+        if name == _AUTOMATA:
+            return sharding.put(stops.no_stops(len(model.token_bytes)), to)
+        return sharding.put(np.zeros(shape.shape, shape.dtype), to)
+
+    return jax.tree_util.tree_map_with_path(leaf, form, where)
+
+
+def _own(array: jax.Array) -> jax.Array:
+    """The array in memory that may be donated: a CPU device may have adopted what Orbax has read."""
+    pieces = array.addressable_shards
+    if any(piece.device.platform != "cpu" for piece in pieces):
+        return array
+    pieces = [jax.device_put(np.array(piece.data), piece.device, may_alias=False) for piece in pieces]
+    return jax.make_array_from_single_device_arrays(array.shape, array.sharding, pieces)
 
 
 @dataclasses.dataclass(frozen=True)

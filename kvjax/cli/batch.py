@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import os
 import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
 from kvjax.cli.interrupts import INTERRUPTED
 from kvjax.cli.options import ALL, Loading, Seed, takes
+from kvjax.errors import RequestError
 
 if TYPE_CHECKING:
     from kvjax.batch import Progress, Summary
+    from kvjax.processes import Session
 
 _SECONDS = 10.0
 """Between two lines of progress where nobody looks at a bar."""
@@ -26,6 +30,8 @@ _PATIENCE = 1.0
 """Seconds after SIGTERM in which Python has to get its turn, before anything has run; a compilation takes many."""
 
 TERMINATED = 143
+
+_TOGETHER: dict[str, Any] = {"rich_help_panel": "Several processes"}
 
 
 class _Terminated(KeyboardInterrupt):
@@ -51,18 +57,74 @@ def batch(
     snapshot_kv: Annotated[
         bool, typer.Option("--snapshot-kv/--no-snapshot-kv", help="Snapshots hold K and V, or compute them again")
     ] = True,
+    distributed: Annotated[
+        bool, typer.Option("--distributed", help="One of several: a TPU pod or cluster that JAX knows", **_TOGETHER)
+    ] = False,
+    coordinator: Annotated[
+        str | None, typer.Option(metavar="HOST:PORT", help="Or: where process 0 listens", **_TOGETHER)
+    ] = None,
+    processes: Annotated[int | None, typer.Option(help="How many processes there are", min=1, **_TOGETHER)] = None,
+    process: Annotated[int | None, typer.Option(help="Which this is, from 0", min=0, **_TOGETHER)] = None,
+    process_timeout: Annotated[
+        float, typer.Option(help="Seconds without a sign of life after which one is gone", min=1, **_TOGETHER)
+    ] = 60,
     *,
     loading: Loading,
     sampling: dict[str, Any],
 ) -> None:
     """Generate for every line of a file; run again, it goes on where it stopped."""
+    run = functools.partial(
+        _run, source, target, overwrite, shard, seed, slots, snapshot_every, snapshot_kv, loading, sampling
+    )
+    if not distributed and (coordinator, processes, process) == (None, None, None):
+        run(None)
+        return
+    from kvjax import processes as together
+
+    if distributed and (coordinator, processes, process) != (None, None, None):
+        raise RequestError("--distributed finds out --coordinator, --processes and --process: leave them out.")
+    join = functools.partial(together.initialize, coordinator, processes, process, timeout=process_timeout)
+    with _once_said(), together.quiet(), join() as session:
+        shapes = {"slots": slots, "overwrite": overwrite, "mesh": loading.mesh, "layers": loading.layers.value}
+        together.check_same(option=shapes)
+        run(session)
+
+
+@contextlib.contextmanager
+def _once_said() -> Iterator[None]:
+    """What process 0 refuses is said by it alone."""
+    from kvjax.processes import ToldError, index
+
+    try:
+        yield
+    except ToldError:
+        if index() == 0:
+            raise
+        raise typer.Exit(2) from None
+
+
+def _run(
+    source: str,
+    target: str,
+    overwrite: bool,
+    shard: str | None,
+    seed: int,
+    slots: int,
+    snapshot_every: float | None,
+    snapshot_kv: bool,
+    loading: Loading,
+    sampling: dict[str, Any],
+    session: Session | None,
+) -> None:
+    """`session`: of this process, where it is one of several."""
     from kvjax import batch as job
 
-    shown = _Bar() if sys.stderr.isatty() else _Lines()
+    leads = session is None or session.leads
+    shown = _Silent() if not leads else _Bar() if sys.stderr.isatty() else _Lines()
     written = job.shard_path(target, shard)
     said = _stopped(written)
     try:
-        with _Sigterm(0 if target != "-" else TERMINATED, said) as sigterm, shown:
+        with _Sigterm(0 if target != "-" else TERMINATED, said, session) as sigterm, shown:
 
             def progress(now: Progress) -> None:
                 sigterm.running = sigterm.running or now.tokens > 0
@@ -83,11 +145,13 @@ def batch(
                 stop=lambda: sigterm.asked,
             )
     except KeyboardInterrupt as stop:
-        _leave(said, TERMINATED if isinstance(stop, _Terminated) else INTERRUPTED)
+        _leave(said, TERMINATED if isinstance(stop, _Terminated) else INTERRUPTED, session)
+    if leads:
+        print(said if summary.done < summary.lines else _said(summary, written), file=sys.stderr)
     if summary.done < summary.lines:
-        print(said, file=sys.stderr)
+        if session is not None:
+            session.close()
         raise typer.Exit(sigterm.code)
-    print(_said(summary, written), file=sys.stderr)
 
 
 def _settings(loading: Loading) -> dict[str, Any]:
@@ -106,10 +170,13 @@ def _settings(loading: Loading) -> dict[str, Any]:
     return settings | ({"rope": loading.rope} if loading.rope else {})
 
 
-def _leave(said: str, code: int) -> NoReturn:
+def _leave(said: str, code: int, session: Session | None = None) -> NoReturn:
     """Ends the process without Python's own end, which can crash after an exception in the middle of JAX."""
-    cursor = "\x1b[?25h" if os.isatty(2) else ""  # the bar hides it
-    os.write(2, f"{cursor}{said}\n".encode())
+    if session is not None:
+        session.tell(f"Process {session.index} of {session.count} was stopped{said.removeprefix('Stopped')}", code)
+    from kvjax.processes import show
+
+    show(said)
     os._exit(code)
 
 
@@ -148,6 +215,13 @@ class _Lines:
         if time.monotonic() - self._last >= _SECONDS:
             self._last = time.monotonic()
             print(_progress_line(progress), file=sys.stderr, flush=True)
+
+
+class _Silent(_Lines):
+    """Nothing, where another process speaks."""
+
+    def show(self, progress: Progress) -> None:
+        pass
 
 
 class _Bar:
@@ -194,10 +268,10 @@ class _Sigterm:
       code: exit code of a run that it ends, but for the second time.
     """
 
-    def __init__(self, code: int, said: str):
+    def __init__(self, code: int, said: str, session: Session | None = None):
         """`said`: the last line for the user."""
         self.asked = self.running = False
-        self.code, self._said, self._seen = code, said, False
+        self.code, self._said, self._seen, self._session = code, said, False, session
 
     def __enter__(self) -> _Sigterm:
         self._before: Callable[..., Any] | int | None = signal.signal(signal.SIGTERM, self._handle)
@@ -218,7 +292,7 @@ class _Sigterm:
     def _handle(self, *_: object) -> None:
         self._seen = True
         if not self.running:
-            _leave(self._said, self.code)
+            _leave(self._said, self.code, self._session)
         if self.asked:
             raise _Terminated
         self.asked = True
@@ -227,7 +301,7 @@ class _Sigterm:
         """The interpreter writes the numbers of signals into the pipe as they come, its handlers wait for a turn."""
         while numbers := os.read(self._read, 64):
             if signal.SIGTERM in numbers and not self._handled() and not self.running:
-                _leave(self._said, self.code)
+                _leave(self._said, self.code, self._session)
 
     def _handled(self) -> bool:
         until = time.monotonic() + _PATIENCE

@@ -6,6 +6,7 @@ import dataclasses
 import enum
 import functools
 import inspect
+import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -58,6 +59,7 @@ class Loading:
     kv_dtype: KVDtype | None = None
     rope: str | None = None
     layers: Layers = Layers.unrolled
+    mesh: str | None = None
 
     def load(self, **options: Any) -> LLM:
         """Loads the model; what XLA compiles for it is kept for the next process."""
@@ -66,6 +68,7 @@ class Loading:
         keep_compiled()
         from kvjax.llm import load
 
+        axes = _mesh_axes(self.mesh) or self._default_axes()
         return load(
             self.model,
             context=self.context,
@@ -73,8 +76,30 @@ class Loading:
             kv_dtype=self.kv_dtype and self.kv_dtype.value,
             layers=self.layers.value,
             rope=self.rope,
+            mesh=_mesh(axes),
             **options,
         )
+
+    def _default_axes(self) -> dict[str, int]:
+        """Without --mesh: none in one process; in several, all devices divide the heads, where they can."""
+        from kvjax import processes
+
+        if processes.count() == 1:
+            return {}
+        import jax
+
+        from kvjax.checkpoints.resolve import open_checkpoint
+        from kvjax.models import FAMILIES, config_of, family_of
+
+        with open_checkpoint(self.model, FAMILIES) as source:
+            config = config_of(family_of(source.config), source.config, self.context, self.rope)
+        devices, heads = jax.device_count(), getattr(config, "heads", 0)
+        if heads % devices:
+            raise RequestError(
+                f"The {heads} heads of the model cannot be divided by {devices} devices: say how to use them, such as "
+                f"--mesh data={devices} for as many engines, each with the whole model."
+            )
+        return {"model": devices}
 
 
 def takes(*sampling: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -98,6 +123,7 @@ def takes(*sampling: str) -> Callable[[Callable[..., None]], Callable[..., None]
             values = {name: given.pop(name) for name in sampling}
             chosen = {name: value for name, value in values.items() if value is not None and value != []}
             parsed = _parsed(chosen)
+            _mesh_axes(loading.mesh)
             import_engine()
             function(**given, loading=loading, sampling=parsed)
 
@@ -107,6 +133,34 @@ def takes(*sampling: str) -> Callable[[Callable[..., None]], Callable[..., None]
         return command
 
     return decorate
+
+
+def _mesh_axes(text: str | None) -> dict[str, int]:
+    """{"seq": 4, "model": 2} of "seq=4,model=2". Raises RequestError."""
+    axes: dict[str, int] = {}
+    for part in text.split(",") if text is not None else ():
+        name, _, size = part.strip().partition("=")
+        if name not in ("data", "seq", "expert", "model") or name in axes or not size.isdecimal() or not int(size):
+            remedy = "give axes out of data, seq, expert and model, each once, with their sizes: seq=4,model=2"
+            raise RequestError(f"--mesh is {text!r}: {remedy}.")
+        axes[name] = int(size)
+    return axes
+
+
+def _mesh(axes: dict[str, int]) -> Any:
+    """A mesh over the devices of all processes; None without axes. Raises RequestError."""
+    if not axes:
+        return None
+    import jax
+
+    from kvjax import processes
+
+    needed, there = math.prod(axes.values()), jax.device_count()
+    if needed > there or (needed < there and processes.count() > 1):
+        of = f"there are {there}" if processes.count() == 1 else f"the processes have {there} together, to be used all"
+        text = ",".join(f"{name}={size}" for name, size in axes.items())
+        raise RequestError(f"--mesh {text} has {needed} devices, and {of}: give a mesh of {there}.")
+    return jax.make_mesh(tuple(axes.values()), tuple(axes), devices=jax.devices()[:needed])
 
 
 def _parsed(values: dict[str, Any]) -> dict[str, Any]:
@@ -150,6 +204,7 @@ _LOADING = _table(
             str,
             "Scale RoPE beyond the trained length: yarn:4, ntk:2, dynamic:4, linear:2, longrope:FILE, default",
         ),
+        ("mesh", str, "Divide the work over devices: axes data, seq, expert and model, such as seq=4,model=2"),
     ],
 ) | {
     "layers": _option(
