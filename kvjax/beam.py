@@ -24,7 +24,7 @@ from jax.sharding import PartitionSpec
 from kvjax import cache as kv_cache
 from kvjax import plans, sharding
 from kvjax.cache import Cache, CacheConfig, Placement
-from kvjax.engine import compute
+from kvjax.engine import compute_last
 from kvjax.errors import RequestError
 from kvjax.plans import Model, Options
 from kvjax.sharding import SEQ
@@ -266,7 +266,7 @@ def _compute(
     position = cache.groups[0].table.lengths[safe] - ends[safe] + index
     row_starts = jnp.concatenate([jnp.zeros((1,), jnp.int32), ends])
     placement = Placement(slot, position, row_starts, max_query)
-    cache, hidden = compute(program, params, cache, token_at(safe, position), placement)
+    cache, hidden = compute_last(program, params, cache, token_at(safe, position), placement)
     return state.replace(
         cache=cache,
         hidden=jnp.where(tokens[:, None] > 0, hidden, state.hidden),

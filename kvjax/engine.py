@@ -41,6 +41,25 @@ def place(state: EngineState, tokens: jax.Array, packed: int, max_query: int) ->
 
 
 def compute(
+    program: Program,
+    params: Params,
+    cache: Cache,
+    ids: jax.Array,
+    placement: Placement,
+    positions: jax.Array | None = None,
+) -> tuple[Cache, jax.Array]:
+    """Runs the model over the packed tokens, which stand at the placement's positions: (cache, hidden (T, D))."""
+
+    def attend(cache, layer, q, k, v, scale, **features):
+        return kv_cache.attend(
+            program.cache, placement, cache, layer, q, k, v, scale, backend=program.backend, **features
+        )
+
+    positions = placement.positions if positions is None else positions
+    return program.forward(params, program.config, ids, positions, cache, attend)
+
+
+def compute_last(
     program: Program, params: Params, cache: Cache, ids: jax.Array, placement: Placement
 ) -> tuple[Cache, jax.Array]:
     """Runs the model over the packed tokens: the cache, and hidden (B, D) at each slot's last token.
@@ -48,20 +67,13 @@ def compute(
     Where sequences are dealt over chips, those divide the tokens of prompts, too, in parts of T / n; those of a decode
     step are few, and every chip computes them all.
     """
-    n, T, positions = program.cache.seq, ids.shape[0], placement.positions
-    last = placement.row_starts[1:] - 1
-    divided = placement.max_query > 1 and spread.divides(T, n)
-    if divided:
-        placement = placement.replace(divided=True)
-        ids, positions = spread.own(ids, n), spread.own(positions, n)
-
-    def attend(cache, layer, q, k, v, scale, **features):
-        return kv_cache.attend(
-            program.cache, placement, cache, layer, q, k, v, scale, backend=program.backend, **features
-        )
-
-    cache, hidden = program.forward(params, program.config, ids, positions, cache, attend)
-    return cache, spread.rows(hidden, last, n) if divided else hidden.at[last].get(mode="clip")
+    n, last = program.cache.seq, placement.row_starts[1:] - 1
+    if placement.max_query == 1 or not spread.divides(ids.shape[0], n):
+        cache, hidden = compute(program, params, cache, ids, placement)
+        return cache, hidden.at[last].get(mode="clip")
+    ids, positions = spread.own(ids, n), spread.own(placement.positions, n)
+    cache, hidden = compute(program, params, cache, ids, placement.replace(divided=True), positions)
+    return cache, spread.rows(hidden, last, n)
 
 
 def step(program: Program, params: Params, state: EngineState, policy: Policy, packed: int) -> EngineState:
@@ -83,7 +95,7 @@ def step(program: Program, params: Params, state: EngineState, policy: Policy, p
     def computed(T: int, max_query: int, kv: tuple[KVPages, ...]) -> tuple[tuple[KVPages, ...], jax.Array]:
         """K and V of the step's tokens written into pages, and hidden (B, D) at each slot's last token."""
         ids, placement = place(state, tokens, T, max_query)
-        cache, hidden = compute(program, params, kv_cache.with_pages(state.cache, kv), ids, placement)
+        cache, hidden = compute_last(program, params, kv_cache.with_pages(state.cache, kv), ids, placement)
         return kv_cache.pages_of(cache), hidden
 
     kv = kv_cache.pages_of(state.cache)

@@ -129,7 +129,7 @@ def find_seeded(length: int, place: int, mesh: jax.sharding.Mesh, packed: int = 
                 jnp.zeros((count,), jnp.int32), first + jnp.arange(count, dtype=jnp.int32),
                 jnp.array([0, count], jnp.int32), count,
             )  # fmt: skip
-            cache, hidden = engine.compute(program, params, cache.replace(groups=tuple(groups)), ids, placement)
+            cache, hidden = engine.compute_last(program, params, cache.replace(groups=tuple(groups)), ids, placement)
             return cache, program.unembed(params, program.config, hidden).argmax(axis=-1).astype(jnp.int32)
 
         nowhere = PartitionSpec()
