@@ -329,24 +329,35 @@ class Job:
         free = self._watched(self._engines * self.plan.queue - len(self.live))
         self._update_automata()
         assert self.program is not None
-        load = self._load()
-        while self.waiting and free > 0:
-            shares: list[list[Entry]] = [[] for _ in load]
-            while self.waiting and free > 0:
-                chosen = self._least(load, shares)
-                if chosen is None:
-                    break
-                entry = self.waiting.popleft()
-                shares[chosen].append(entry)
-                load[chosen] = load[chosen][0] + 1, load[chosen][1] + _work(entry)
-                free -= 1
-            rows = [self._rows(entries) for entries in shares]
+        shares, slots = self._shares(free), self.plan.cache.slots
+        for first in range(0, max(map(len, shares)), slots):
+            some = [entries[first : first + slots] for entries in shares]
+            rows = [self._rows(entries) for entries in some]
             new = rows[0] if len(rows) == 1 else jax.tree.map(lambda *x: np.stack(x), *rows)
             self.state = engines.submit(self.program, self.state, new)
-            for e, entries in enumerate(shares):
+            for e, entries in enumerate(some):
                 self.live.update({entry.order: entry for entry in entries})
                 self._at.update({entry.order: e for entry in entries})
                 self._seen["waiting"][e] += len(entries)
+
+    def _shares(self, most: int) -> list[list[Entry]]:
+        """Takes up to `most` waiting requests, each for the engine that has the least to do and room for it.
+
+        Samples of one prompt go to one engine, which shares its pages.
+        """
+        assert self.plan is not None
+        load = self._load()
+        shares: list[list[Entry]] = [[] for _ in load]
+        for _ in range(min(most, len(self.waiting))):
+            entry = self.waiting[0]
+            room = [e for e, (number, _) in enumerate(load) if number < self.plan.queue]
+            same = [e for e in room if shares[e] and shares[e][-1].request.prompt == entry.request.prompt]
+            chosen = min(same or room, key=lambda e: load[e][1], default=None)
+            if chosen is None:
+                break
+            shares[chosen].append(self.waiting.popleft())
+            load[chosen] = load[chosen][0] + 1, load[chosen][1] + _work(entry)
+        return shares
 
     def _load(self) -> list[tuple[int, int]]:
         """Of each engine: requests in its table, and the tokens that they may come to hold."""
@@ -354,16 +365,6 @@ class Job:
         for order, entry in self.live.items():
             held[self._at[order]].append(entry)
         return [(len(entries), sum(map(_work, entries))) for entries in held]
-
-    def _least(self, load: Sequence[tuple[int, int]], shares: Sequence[Sequence[Entry]]) -> int | None:
-        """The engine with the least to do that has room; samples of one prompt go to one, which shares its pages."""
-        assert self.plan is not None
-        slots, queue, entry = self.plan.cache.slots, self.plan.queue, self.waiting[0]
-        room = [e for e, (number, _) in enumerate(load) if number < queue and len(shares[e]) < slots]
-        for e in room:
-            if shares[e] and shares[e][-1].request.prompt == entry.request.prompt:
-                return e
-        return min(room, key=lambda e: load[e][1], default=None)
 
     def _rebuild(self) -> None:
         """A new state with shapes for everything that waits and runs; what runs is computed again."""

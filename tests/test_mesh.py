@@ -139,7 +139,7 @@ def test_sampling_prefixes_and_preemption():
     sampling = SamplingParams(max_new_tokens=24, temperature=1.0, n=1)
     page = plans.cache_config(over(model, mesh), 1, 8, Options(rows=4)).page_bytes
     want = tokens(model, asked, sampling, rows=8)
-    found = outputs(over(model, mesh), requests(asked, sampling), rows=4, slots=4, kv_bytes=30 * page)
+    found = outputs(over(model, mesh), requests(asked, sampling), rows=4, slots=4, kv_bytes=13 * page)
     assert [list(output.tokens) for output in found] == want
     assert sum(output.preempted for output in found) > 0 and sum(output.cached_tokens for output in found) >= 5 * 40
 
@@ -182,7 +182,9 @@ def test_beams_over_chips():
         golden_models.write_checkpoint("tiny_llama", folder)
         want = kvjax.load(folder, rows=8).beam_search([5, 6, 7], 3, max_new_tokens=12)
         mesh = jax.make_mesh((2, 2), ("seq", "model"), devices=jax.devices()[:4])
-        assert kvjax.load(folder, rows=8, mesh=mesh).beam_search([5, 6, 7], 3, max_new_tokens=12) == want
+        found = kvjax.load(folder, rows=8, mesh=mesh).beam_search([5, 6, 7], 3, max_new_tokens=12)
+    assert [sample.tokens for sample in found.samples] == [sample.tokens for sample in want.samples]
+    np.testing.assert_allclose([s.score for s in found.samples], [s.score for s in want.samples], rtol=1e-5)
 
 
 @pytest.mark.slow
