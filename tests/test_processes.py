@@ -164,7 +164,7 @@ def test_two_processes_write_the_records_of_one(places, llm, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "count, devices, mesh",
-    [(2, 2, "data=2,model=2"), (4, 1, "seq=4"), (2, 2, "seq=2,model=2"), (2, 1, "data=2"), (2, 2, None)],
+    [(2, 2, "data=2,model=2"), (4, 1, "seq=2,model=2")],
 )
 def test_meshes(places, llm, tmp_path, count, devices, mesh):
     text = lines(9)
