@@ -167,8 +167,11 @@ def test_loading_options_reach_the_loader(model, monkeypatch):
         "yarn:4",
         "--layers",
         "scanned",
+        "--mesh",
+        "seq=2,model=4",
     )
     assert invoke("generate", "a", "-m", model, *options).exit_code == 2
+    assert dict(seen.pop("mesh").shape) == {"seq": 2, "model": 4}
     assert seen == {
         "what": str(model),
         "context": 99,
