@@ -182,7 +182,7 @@ def test_loading_options_reach_the_loader(model, monkeypatch):
     }
     assert all(type(seen[name]) is str for name in ("dtype", "kv_dtype", "layers"))
     invoke("generate", "a")
-    nothing = dict.fromkeys(("what", "context", "dtype", "kv_dtype", "rope"))
+    nothing = dict.fromkeys(("what", "context", "dtype", "kv_dtype", "rope", "mesh"))
     assert seen == nothing | {"layers": "unrolled"}
 
 
