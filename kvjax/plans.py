@@ -199,7 +199,7 @@ def plan(model: Model, requests: Sequence[Request], options: Options, least: Pla
     return Plan(
         cache=cache,
         queue=_queue(cache, options),
-        packed=_packed(slots, requests, options, least),
+        packed=_packed(slots, requests, options, least, _unit(model)),
         biases=biases,
         stops=stops,
         penalties=penalties,
@@ -303,11 +303,18 @@ def _queue(cache: CacheConfig, options: Options) -> int:
     return max(2 * cache.slots, min(max(4 * cache.slots, 64), affordable))
 
 
-def _packed(slots: int, requests: Sequence[Request], options: Options, least: Plan | None) -> int:
-    """Enough for the first prompts at once, a power of two, more than one token a slot."""
+def _unit(model: Model) -> int:
+    """What the tokens of a prompt step are a multiple of, so that chips of `seq` can divide them, and a quarter too."""
+    seq = sharding.sizes(model.mesh)["seq"]
+    return 8 * seq if seq > 1 else 1
+
+
+def _packed(slots: int, requests: Sequence[Request], options: Options, least: Plan | None, unit: int) -> int:
+    """Enough for the first prompts at once, a power of two, more than one token a slot; a multiple of `unit`."""
     prompts = sum(len(request.prompt) for request in requests[:slots])
     packed = max(2 * slots, min(options.packed, max(64, power_of_two(prompts))))
-    return packed if least is None else max(packed, least.packed)
+    packed = packed if least is None else max(packed, least.packed)
+    return -(-packed // unit) * unit
 
 
 def program_of(
