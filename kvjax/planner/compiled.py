@@ -164,7 +164,9 @@ def _bytes(shape: jax.ShapeDtypeStruct, where: Any) -> int:
 
 
 def _why(plan: Plan, error: str) -> str:
-    over = re.search(r"Used (\S+) of (\S+) hbm", error)
+    over = re.search(r"\((\S+)\) exceeds available HBM \((\S+)\)", error) or re.search(
+        r"Used (\S+) of (\S+) hbm", error
+    )
     if over:
         return (
             f"{plan.model} does not fit on {plan.slice} with {plan.axes}: the compiler counts {over[1]} of {over[2]} a "
