@@ -266,7 +266,9 @@ def _compute(
     position = cache.groups[0].table.lengths[safe] - ends[safe] + index
     row_starts = jnp.concatenate([jnp.zeros((1,), jnp.int32), ends])
     placement = Placement(slot, position, row_starts, max_query)
+    before = cache.groups[0].table.lengths - tokens
     cache, hidden = compute_last(program, params, cache, token_at(safe, position), placement)
+    cache = kv_cache.trim(config, cache, before, state.step)
     return state.replace(
         cache=cache,
         hidden=jnp.where(tokens[:, None] > 0, hidden, state.hidden),

@@ -33,6 +33,13 @@ from kvjax.prefix import PrefixIndex
 from kvjax.sharding import MODEL, SEQ, divided_here, every_engine, on_each
 from kvjax.types import KVSpec
 
+LEDGER = KVSpec(0, 0, 0, storage="float32")
+"""The first group of a cache none of whose layers keeps every row: no K and V, but pages and tables that count all
+tokens, and that the prefix index names its entries by."""
+
+NOWHERE = 2**30
+"""In a block table and in the index, for a page behind the window that was given back; more than there are pages."""
+
 RING = 256
 """Tokens of a prompt step on each chip from which on K and V go round the ring, where nothing was computed before."""
 
@@ -46,7 +53,8 @@ class CacheConfig:
       slots: B.
       rows: rows a page, on all parts of a sequence together: R · seq.
       pages_per_slot: M.
-      pages: P of every group, or None for slots × pages_per_slot, which can never run out.
+      pages: P of the groups that keep every row, or None for slots × pages_per_slot, which can never run out.
+      window_pages: P of each of the others, in the order of `groups`; None for as many. See `frees`.
       stacked: the layers of a group share one array of L·P pages, as a scan over layers needs.
       layout: of the pages, one of `kvjax.pallas_kernels.LAYOUTS`.
       seq: chips that a sequence's rows are dealt over (`kvjax.pallas_kernels.dealt`); it divides `rows`.
@@ -64,15 +72,49 @@ class CacheConfig:
     seq: int = 1
     model: int = 1
     query_heads: int = 0
+    window_pages: tuple[int, ...] | None = None
 
-    @property
+    @functools.cached_property
     def groups(self) -> tuple[KVSpec, ...]:
-        """The distinct specs, in order of first appearance."""
-        return tuple(dict.fromkeys(self.specs))
+        """The distinct specs: those that keep every row first, or the LEDGER where there are none."""
+        specs = tuple(dict.fromkeys(self.specs))
+        whole = tuple(spec for spec in specs if not self.frees(spec))
+        return (whole or (LEDGER,)) + tuple(spec for spec in specs if self.frees(spec))
 
     @property
     def pool_pages(self) -> int:
+        """P of the groups that keep every row, the first one among them."""
         return self.pages if self.pages is not None else self.slots * self.pages_per_slot
+
+    def pool_of(self, group: int) -> int:
+        """P of a group."""
+        if self.window_pages is None or not self.frees(self.groups[group]):
+            return self.pool_pages
+        freeing = [spec for spec in self.groups if self.frees(spec)]
+        return self.window_pages[freeing.index(self.groups[group])]
+
+    def frees(self, spec: KVSpec) -> bool:
+        """Whether a layer gives back the pages behind its window: if a slot can hold a page that is."""
+        return spec.window is not None and int(self.first_column(spec, self.capacity)) > 0
+
+    def first_column(self, spec: KVSpec, length: Any) -> Any:
+        """The first column of a block table that a slot with `length` rows still needs: its next token sees rows from
+        length − W + 1 on. An int, or (B,) int32."""
+        if spec.window is None:
+            return length * 0
+        behind = length - spec.window + 1
+        return (max(behind, 0) if isinstance(behind, int) else jnp.maximum(behind, 0)) // self.rows
+
+    def prompt_pages(self, packed: int) -> int:
+        """Most pages that a step's tokens open, but for one a slot, which is part of its `span`."""
+        return -(-packed // self.rows)
+
+    def span(self, spec: KVSpec) -> int:
+        """Most pages that a slot holds between steps, and one that a step's first new token opens."""
+        if not self.frees(spec):
+            return self.pages_per_slot
+        assert spec.window is not None
+        return min(self.pages_per_slot, -(-(spec.window + self.rows - 1) // self.rows) + 1)
 
     @property
     def capacity(self) -> int:
@@ -91,7 +133,17 @@ class CacheConfig:
     @property
     def page_bytes(self) -> int:
         """Bytes of one page id in every layer of every group, on each chip."""
-        return sum(self.rows // self.seq * self._row_bytes(self.on_chip(spec)) for spec in self.specs)
+        return sum(self.bytes_of(group) for group in range(len(self.groups)))
+
+    def bytes_of(self, group: int) -> int:
+        """Bytes of one page id in every layer of a group, on each chip."""
+        spec, layers = self.groups[group], len(self.layers_of(group))
+        return layers and layers * (self.rows // self.seq) * self._row_bytes(self.on_chip(spec))
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of all K and V, on each chip."""
+        return sum(self.pool_of(group) * self.bytes_of(group) for group in range(len(self.groups)))
 
     def _row_bytes(self, spec: KVSpec) -> int:
         lanes = self.lanes_of(spec)
@@ -176,7 +228,8 @@ def init(config: CacheConfig) -> Cache:
 
 def _init_group(config: CacheConfig, group: int) -> GroupCache:
     spec, layers = config.groups[group], len(config.layers_of(group))
-    arrays, pages = (1, layers * config.pool_pages) if config.stacked else (layers, config.pool_pages)
+    pool = config.pool_of(group)
+    arrays, pages = (min(layers, 1), layers * pool) if config.stacked else (layers, pool)
     dtype, parts = jnp.dtype(spec.storage), config.parts_of(spec)
     held = config.on_chip(spec)
     lanes = Lanes(held.kv_heads, spec.key_dim, spec.value_dim, spec.latent)
@@ -190,7 +243,7 @@ def _init_group(config: CacheConfig, group: int) -> GroupCache:
             tuple(v for _, v in kv if v is not None),
             tuple(jnp.zeros((pages, parts * held.scales, config.rows)) for _ in range(arrays if spec.scales else 0)),
         ),
-        page_pool.init(config.pool_pages),
+        page_pool.init(pool),
         table,
     )
 
@@ -260,10 +313,14 @@ def reserve(
     """
     evicted = jnp.int32(0)
     if index is not None:
-        lack = jnp.int32(0)
-        for group in cache.groups:
-            lack = jnp.maximum(lack, _need(config, group, tokens).sum(dtype=jnp.int32) - group.pool.height)
-        cache, index, evicted = _evict(config, cache, index, lack, step, clock, pinned_too, _most_pages(config, most))
+        width, lack = _most_pages(config, most), jnp.int32(0)
+        lacks = [_need(config, group, tokens).sum(dtype=jnp.int32) - group.pool.height for group in cache.groups]
+        for spec, own in zip(config.groups, lacks, strict=True):
+            lack = lack if config.frees(spec) else jnp.maximum(lack, own)
+        cache, index, evicted = _evict(config, cache, index, lack, step, clock, pinned_too, width)
+        for g, (spec, own) in enumerate(zip(config.groups, lacks, strict=True)):
+            if config.frees(spec):
+                cache, index = _evict_windows(cache, index, g, own, step, clock, width)
     starved = jnp.zeros((config.slots,), bool)
     for group in cache.groups:  # a slot is served in every group or in none
         need = _need(config, group, tokens)
@@ -287,17 +344,17 @@ def _new_pages(config: CacheConfig, table: BlockTable, tokens: jax.Array) -> jax
 
 
 def _unfilled(config: CacheConfig, group: GroupCache, tokens: jax.Array) -> jax.Array:
-    """(B,) int32: the page that each slot with tokens goes on to fill, if others own it too; else P."""
+    """(B,) int32: the page that each slot with tokens goes on to fill, if others own it too; else NOWHERE."""
     lengths = group.table.lengths
     column = jnp.minimum(lengths // config.rows, config.pages_per_slot - 1)
     page = jnp.take_along_axis(group.table.pages, column[:, None], axis=1)[:, 0]
     shared = (tokens > 0) & (lengths % config.rows > 0) & (group.pool.refs.at[page].get(mode="clip") > 1)
-    return jnp.where(shared, page, config.pool_pages)
+    return jnp.where(shared, page, NOWHERE)
 
 
 def _need(config: CacheConfig, group: GroupCache, tokens: jax.Array) -> jax.Array:
     """(B,) int32: pages that each slot may need. Of several owners of a page that all go on, one needs no copy."""
-    shared = _unfilled(config, group, tokens) < config.pool_pages
+    shared = _unfilled(config, group, tokens) < NOWHERE
     return _new_pages(config, group.table, tokens) + shared.astype(jnp.int32)
 
 
@@ -311,7 +368,8 @@ def _evict(
     pinned_too: jax.Array,
     width: int,
 ) -> tuple[Cache, PrefixIndex, jax.Array]:
-    """Frees up to `lack` () int32 pages that only the index owns; no pass over the pages where none are lacking."""
+    """Frees up to `lack` () int32 pages of the groups that keep every row, and with each its pages in the others: pages
+    that only the index owns. No pass over the pages where none are lacking."""
     pools = [group.pool for group in cache.groups]
 
     def evict(held: tuple[list[PagePool], PrefixIndex, jax.Array]) -> tuple[list[PagePool], PrefixIndex, jax.Array]:
@@ -326,16 +384,36 @@ def _evict(
     return Cache(groups), index, evicted
 
 
+def _evict_windows(
+    cache: Cache, index: PrefixIndex, group: int, lack: jax.Array, step: jax.Array, clock: jax.Array, width: int
+) -> tuple[Cache, PrefixIndex]:
+    """Frees up to `lack` () int32 pages of a group that gives back what is behind its window, which only the index
+    owns. Their entries stay, without a page in this group. Pinned ones go last, but go."""
+
+    def evict(held: tuple[PagePool, PrefixIndex]) -> tuple[PagePool, PrefixIndex]:
+        pool, index = held
+        sister = index.sisters[:, group - 1]
+        alone = pool.refs.at[sister].get(mode="fill", fill_value=0) == 1
+        age = pool.last_use.at[sister].get(mode="clip")
+        page = prefix.oldest(index, prefix.entered(index) & alone, age, clock, lack, width, deepest=False)
+        pool = page_pool.release(pool, sister.at[page].get(mode="fill", fill_value=NOWHERE), step)
+        return pool, index.replace(sisters=index.sisters.at[page, group - 1].set(NOWHERE, mode="drop"))
+
+    old = cache.groups[group]
+    pool, index = when(lack > 0, evict, (old.pool, index))
+    return Cache(_replaced(cache.groups, group, old.replace(pool=pool))), index
+
+
 def _in_groups(index: PrefixIndex, page: jax.Array) -> list[jax.Array]:
-    """The pages (W,) int32 of every group that belong to those of group 0; P stays P."""
-    sisters = index.sisters.at[page].get(mode="fill", fill_value=index.size)
+    """The pages (W,) int32 of every group that belong to those of group 0; NOWHERE where there is none."""
+    sisters = index.sisters.at[page].get(mode="fill", fill_value=NOWHERE)
     return [page, *(sisters[:, g] for g in range(sisters.shape[1]))]
 
 
 def _reserve_group(
     config: CacheConfig, group: GroupCache, tokens: jax.Array, step: jax.Array, most: int
 ) -> tuple[GroupCache, Copies]:
-    B, M, R, P = config.slots, config.pages_per_slot, config.rows, config.pool_pages
+    B, M, R, P = config.slots, config.pages_per_slot, config.rows, group.pool.free.shape[0]
     lengths, table = group.table.lengths, group.table.pages
     new = _new_pages(config, group.table, tokens)
     source = _unfilled(config, group, tokens)
@@ -409,10 +487,12 @@ def with_shardings(config: CacheConfig, cache: Cache, where: Cache, *over: str) 
 def _copy_pages(
     config: CacheConfig, kv: tuple[KVPages, ...], copies: tuple[Copies, ...], backend: str
 ) -> tuple[KVPages, ...]:
-    def copied(pages: KVPages, what: Copies) -> KVPages:
+    def copied(group: int, pages: KVPages, what: Copies) -> KVPages:
         # Stacked layers: the page of layer l is l·P further on.
-        layers = pages.k[0].shape[0] // config.pool_pages
-        offset = jnp.arange(layers, dtype=jnp.int32) * config.pool_pages
+        if not pages.k:
+            return pages
+        layers = len(config.layers_of(group)) if config.stacked else 1
+        offset = jnp.arange(layers, dtype=jnp.int32) * config.pool_of(group)
         if backend.startswith("tpu"):
             source, target = ((page[:, None] + offset[None, :]).reshape(-1) for page in (what.source, what.target))
             copy = functools.partial(
@@ -429,7 +509,7 @@ def _copy_pages(
 
         return jax.lax.fori_loop(0, what.count, copy_one, pages) if jax.tree.leaves(pages) else pages
 
-    return tuple(copied(pages, what) for pages, what in zip(kv, copies, strict=True))
+    return tuple(copied(group, *both) for group, both in enumerate(zip(kv, copies, strict=True)))
 
 
 def adopt(
@@ -438,30 +518,63 @@ def adopt(
     index: PrefixIndex,
     first: jax.Array,
     last: jax.Array,
+    lengths: jax.Array,
     step: jax.Array,
 ) -> Cache:
     """Makes slots owners of the indexed pages of group 0 that stand in columns [first, last) of their block tables.
 
     Args:
       config: the cache's static shape.
-      cache: the cache; the tables of the other groups are filled in, no length is changed.
+      cache: the cache; the tables of the other groups are filled in.
       index: the prefix index.
       first: (B,) int32.
       last: (B,) int32.
+      lengths: (B,) int32 rows that the slots then hold, not less than before.
       step: () int32.
     """
+    before = cache.groups[0].table.lengths
 
     def visit(groups: Sequence[GroupCache], slot: jax.Array, column: jax.Array) -> Sequence[GroupCache]:
-        page = groups[0].table.pages.at[slot, column].get(mode="fill", fill_value=config.pool_pages)
+        page = groups[0].table.pages.at[slot, column].get(mode="fill", fill_value=NOWHERE)
         taken = []
-        for group, own in zip(groups, _in_groups(index, page), strict=True):
+        for spec, group, own in zip(config.groups, groups, _in_groups(index, page), strict=True):
+            needed = column >= config.first_column(spec, lengths).at[slot].get(mode="clip")
+            own = jnp.where(needed, own, NOWHERE)
             pool = page_pool.share(group.pool, own, step)
             table = group.table.pages.at[slot, column].set(own, mode="drop")
             taken.append(group.replace(pool=pool, table=group.table.replace(pages=table)))
         return taken
 
     bare: Sequence[GroupCache] = [group.replace(kv=None) for group in cache.groups]
-    return Cache(_with_kv(for_each_page(first, last, visit, bare), cache))
+    cache = Cache(_with_kv(for_each_page(first, last, visit, bare), cache))
+    return trim(config, _with_lengths(cache, lengths), before, step)
+
+
+def _with_lengths(cache: Cache, lengths: jax.Array) -> Cache:
+    return Cache(tuple(group.replace(table=group.table.replace(lengths=lengths)) for group in cache.groups))
+
+
+def trim(config: CacheConfig, cache: Cache, before: jax.Array, step: jax.Array) -> Cache:
+    """Gives back the pages that fell behind the window since the slots' lengths were `before` (B,) int32.
+
+    Not before the step that lengthened the slots has been computed: its first token sees further back than its last.
+    """
+    groups = []
+    for spec, group in zip(config.groups, cache.groups, strict=True):
+        if config.frees(spec):
+            held, table = pages_for(group.table.lengths, config.rows), group.table
+            first, last = (config.first_column(spec, length) for length in (before, table.lengths))
+            last = jnp.clip(last, first, jnp.maximum(held, first))
+
+            def visit(carry: tuple[PagePool, jax.Array], slot: jax.Array, column: jax.Array):
+                pool, pages = carry
+                page = pages.at[slot, column].get(mode="fill", fill_value=NOWHERE)
+                return page_pool.release(pool, page, step), pages.at[slot, column].set(NOWHERE, mode="drop")
+
+            pool, pages = for_each_page(first, last, visit, (group.pool, table.pages), width=config.slots)
+            group = group.replace(pool=pool, table=table.replace(pages=pages))
+        groups.append(group)
+    return Cache(tuple(groups))
 
 
 def fork(config: CacheConfig, cache: Cache, source: jax.Array, lengths: jax.Array, step: jax.Array) -> Cache:
@@ -472,25 +585,27 @@ def fork(config: CacheConfig, cache: Cache, source: jax.Array, lengths: jax.Arra
       cache: the cache.
       source: (B,) int32 slot whose pages each slot takes, not itself one that takes; B leaves a slot as it is.
       lengths: (B,) int32 rows that it then holds; at least what it holds, and at most what the source holds. What it
-        holds already are whole pages that are the source's, too.
+        holds already are whole pages that are the source's, too, and the source has not given back what it needs.
       step: () int32.
     """
     groups = []
     takes = source < config.slots
     origin = jnp.minimum(source, config.slots - 1)
-    for group in cache.groups:
+    before = cache.groups[0].table.lengths
+    for spec, group in zip(config.groups, cache.groups, strict=True):
+        least = config.first_column(spec, lengths)
         first = jnp.where(takes, pages_for(group.table.lengths, config.rows), 0)
         last = jnp.where(takes, pages_for(lengths, config.rows), 0)
 
-        def visit(held: tuple[PagePool, jax.Array], slot: jax.Array, column: jax.Array):
+        def visit(held: tuple[PagePool, jax.Array], slot: jax.Array, column: jax.Array, least: jax.Array = least):
             pool, table = held
             page = table.at[origin.at[slot].get(mode="clip"), column].get(mode="clip")
-            page = jnp.where(slot < config.slots, page, config.pool_pages)
+            page = jnp.where((slot < config.slots) & (column >= least.at[slot].get(mode="clip")), page, NOWHERE)
             return page_pool.share(pool, page, step), table.at[slot, column].set(page, mode="drop")
 
         pool, table = for_each_page(first, last, visit, (group.pool, group.table.pages))
         groups.append(group.replace(pool=pool, table=BlockTable(table, jnp.where(takes, lengths, group.table.lengths))))
-    return Cache(tuple(groups))
+    return trim(config, Cache(tuple(groups)), before, step)
 
 
 def reparent(config: CacheConfig, cache: Cache, source: jax.Array, step: jax.Array) -> Cache:
@@ -519,7 +634,7 @@ def reparent(config: CacheConfig, cache: Cache, source: jax.Array, step: jax.Arr
 
     def count(update: Callable[[PagePool, jax.Array, jax.Array], PagePool], tables: list[jax.Array]) -> Callable:
         def visit(pools: list[PagePool], slot: jax.Array, column: jax.Array) -> list[PagePool]:
-            pages = [table.at[slot, column].get(mode="fill", fill_value=config.pool_pages) for table in tables]
+            pages = [table.at[slot, column].get(mode="fill", fill_value=NOWHERE) for table in tables]
             return [update(pool, page, step) for pool, page in zip(pools, pages, strict=True)]
 
         return visit
@@ -536,8 +651,10 @@ def reparent(config: CacheConfig, cache: Cache, source: jax.Array, step: jax.Arr
 
 def swap(
     config: CacheConfig, cache: Cache, index: PrefixIndex, column: jax.Array, twin: jax.Array, step: jax.Array
-) -> Cache:
+) -> tuple[Cache, PrefixIndex]:
     """Puts indexed pages in place of slots' own pages with the same tokens, which are given back.
+
+    An entry that has lost its page in a group gets the slot's.
 
     Args:
       config: the cache's static shape.
@@ -548,19 +665,31 @@ def swap(
       step: () int32.
     """
     row = jnp.arange(config.slots, dtype=jnp.int32)
+    wanted = twin < config.pool_pages
 
-    def swapped(groups: Sequence[GroupCache]) -> Sequence[GroupCache]:
+    def swapped(held: tuple[Sequence[GroupCache], PrefixIndex]) -> tuple[Sequence[GroupCache], PrefixIndex]:
+        groups, index = held
         result = []
-        for group, page in zip(groups, _in_groups(index, twin), strict=True):
-            own = jnp.where(page < config.pool_pages, group.table.pages[row, column], config.pool_pages)
-            pool = page_pool.release(page_pool.share(group.pool, page, step), own, step)
-            place = jnp.where(page < config.pool_pages, column, config.pages_per_slot)
+        for g, (group, page) in enumerate(zip(groups, _in_groups(index, twin), strict=True)):
+            own = jnp.where(wanted, group.table.pages[row, column], NOWHERE)
+            lost = wanted & (page >= group.pool.free.shape[0])
+            if g:  # of several slots with such a page the last one gives its own
+                sisters = index.sisters.at[jnp.where(lost, twin, NOWHERE), g - 1].set(own, mode="drop")
+                index = index.replace(sisters=sisters)
+                page = _in_groups(index, twin)[g]
+            pool = page_pool.share(group.pool, page, step)
+            if g:
+                given = lost & (page == own)
+                pool = page_pool.share(pool, jnp.where(given, own, NOWHERE), step)
+            pool = page_pool.release(pool, own, step)
+            place = jnp.where(wanted, column, config.pages_per_slot)
             table = group.table.pages.at[row, place].set(page, mode="drop")
             result.append(group.replace(pool=pool, table=group.table.replace(pages=table)))
-        return result
+        return result, index
 
     bare: Sequence[GroupCache] = [group.replace(kv=None) for group in cache.groups]
-    return Cache(_with_kv(when((twin < config.pool_pages).any(), swapped, bare), cache))
+    groups, index = when(wanted.any(), swapped, (bare, index))
+    return Cache(_with_kv(groups, cache)), index
 
 
 def sisters(cache: Cache, row: jax.Array, column: jax.Array) -> jax.Array:
@@ -574,7 +703,7 @@ def own(cache: Cache, page: jax.Array, sister_pages: jax.Array, step: jax.Array)
     first, *others = cache.groups
     groups = [first.replace(pool=page_pool.share(first.pool, page, step))]
     for g, group in enumerate(others):
-        entered = jnp.where(page < group.pool.free.shape[0], sister_pages[:, g], group.pool.free.shape[0])
+        entered = jnp.where(page < first.pool.free.shape[0], sister_pages[:, g], NOWHERE)
         groups.append(group.replace(pool=page_pool.share(group.pool, entered, step)))
     return Cache(tuple(groups))
 
@@ -604,11 +733,10 @@ def release(
     """
     table = cache.groups[0].table
     held = jnp.where(ended, pages_for(table.lengths, config.rows), 0)
-    P = config.pool_pages
 
     def visit(carry: tuple, slot: jax.Array, column: jax.Array) -> tuple:
         pools, index = carry
-        pages = [group.table.pages.at[slot, column].get(mode="fill", fill_value=P) for group in cache.groups]
+        pages = [group.table.pages.at[slot, column].get(mode="fill", fill_value=NOWHERE) for group in cache.groups]
         pools = [page_pool.release(pool, page, step) for pool, page in zip(pools, pages, strict=True)]
         if index is not None:
             index = prefix.touch(index, pages[0], jnp.broadcast_to(live, slot.shape), pinned(slot, column))
@@ -678,7 +806,7 @@ def attend(
       config: the cache's static shape.
       placement: where the tokens belong; `reserve` has already made room for them.
       cache: the cache.
-      layer: Python int; a traced int32 only when the cache is stacked and has one group.
+      layer: Python int; a traced int32 only when the cache is stacked and all layers have one spec.
       q: (T, N, H).
       k: (T, K, H), position already encoded.
       v: (T, K, Hv); None where the layer's spec is latent.
@@ -692,10 +820,10 @@ def attend(
     Returns:
       The new cache and out (T, N, Hv).
     """
-    g, index = (0, layer) if config.stacked else config.place_of(int(layer))
+    g, index = (config.place_of(0)[0], layer) if config.stacked else config.place_of(int(layer))
     group, spec = cache.groups[g], config.groups[g]
     array = 0 if config.stacked else int(index)
-    offset = jnp.asarray(index, jnp.int32) * config.pool_pages if config.stacked else jnp.int32(0)
+    offset = jnp.asarray(index, jnp.int32) * config.pool_of(g) if config.stacked else jnp.int32(0)
     pages = _of_array(group.kv, array)
     held = config.on_chip(spec)
     what = AttentionSpec(

@@ -81,7 +81,7 @@ def step(program: Program, params: Params, state: EngineState, policy: Policy, p
     B = program.cache.slots
     bare = whole(state.replace(cache=kv_cache.with_pages(state.cache, [None] * len(state.cache.groups))))
     state = bare.replace(cache=kv_cache.with_pages(bare.cache, kv_cache.pages_of(state.cache)))
-    state = scheduler.admit(program, state, policy)
+    state = scheduler.admit(program, state, policy, packed)
     plan = scheduler.schedule(program, state, packed)
     before = cached(state)
     alone = running(state).sum(dtype=jnp.int32) == 1
@@ -182,6 +182,7 @@ def commit(
     )
     state = state.replace(requests=requests, slots=slots.replace(counts=sampling.observe(slots.counts, token, drawn)))
     state = scheduler.register(program, state, policy, before)
+    state = state.replace(cache=kv_cache.trim(program.cache, state.cache, before, state.step))
     gone = drawn & (status != RUNNING)
     state, displaced = scheduler.preempt(state, starved, gone)
     return scheduler.vacate(program, state, policy, gone | displaced)

@@ -195,11 +195,12 @@ def plan(model: Model, requests: Sequence[Request], options: Options, least: Pla
         biases, stops, penalties = max(biases, least.biases), max(stops, least.stops), penalties or least.penalties
         asked += [] if least.logprobs is None else [least.logprobs]
         slots, longest = max(slots, least.cache.slots), max(longest, least.cache.capacity)
-    cache = cache_config(model, slots, longest, options)
+    packed = _packed(slots, requests, options, least, _unit(model))
+    cache = cache_config(model, slots, longest, options, packed)
     return Plan(
         cache=cache,
         queue=_queue(cache, options),
-        packed=_packed(slots, requests, options, least, _unit(model)),
+        packed=packed,
         biases=biases,
         stops=stops,
         penalties=penalties,
@@ -235,7 +236,7 @@ def _check(model: Model, options: Options, backend: str) -> None:
     if backend.startswith("gpu") and over["seq"] > 1:
         raise NotImplementedError("the GPU's kernels do not read sequences that are dealt over chips (mesh axis seq)")
     config = CacheConfig(model.family.kv_specs(model.config, model.storage), 1, rows, 1, **over)
-    for spec in map(config.on_chip, config.groups):
+    for spec in map(config.on_chip, dict.fromkeys(config.specs)):
         lanes = Lanes(spec.kv_heads, spec.key_dim, spec.value_dim, spec.latent)
         check_pages(backend, layout, rows, spec.storage, lanes, model.dtype)
 
@@ -263,8 +264,11 @@ def layout_of(model: Model, options: Options) -> str:
     return options.layout or default_layout(backend_of(model, options))
 
 
-def cache_config(model: Model, slots: int, longest: int, options: Options) -> CacheConfig:
-    """A cache as large as so many sequences of this length can fill, within `kv_bytes`. Raises RequestError."""
+def cache_config(model: Model, slots: int, longest: int, options: Options, packed: int | None = None) -> CacheConfig:
+    """A cache as large as so many sequences of this length can fill, within `kv_bytes`. Raises RequestError.
+
+    packed: most tokens of a step; then layers with a window get pages for no more than they hold. None: for all rows.
+    """
     backend = backend_of(model, options)
     try:
         _check(model, options, backend)
@@ -282,8 +286,10 @@ def cache_config(model: Model, slots: int, longest: int, options: Options) -> Ca
         layout=layout_of(model, options),
         **over,
     )
-    if model.stacked and len(config.groups) > 1:
+    if model.stacked and len(set(config.specs)) > 1:
         raise RequestError("Layers with different caches cannot be scanned: load with layers='unrolled'.")
+    if packed is not None:
+        return _within(config, options.kv_bytes, packed)
     affordable = options.kv_bytes // config.page_bytes
     if affordable < 1:
         raise RequestError(
@@ -293,6 +299,39 @@ def cache_config(model: Model, slots: int, longest: int, options: Options) -> Ca
     if affordable < slots * per_slot:
         config = dataclasses.replace(config, pages=affordable)
     return config
+
+
+def with_window_pages(config: CacheConfig, packed: int, share: float = 1.0) -> CacheConfig:
+    """Pages for the groups that give back what is behind a window: what all slots come to hold, or a share of it, but
+    one slot's at least; and those that `packed` tokens of a step open."""
+    open_pages, most = config.prompt_pages(packed), config.slots * config.pages_per_slot
+    spans = [config.span(spec) for spec in config.groups if config.frees(spec)]
+    held = tuple(min(max(span, int(share * config.slots * span)) + open_pages, most) for span in spans)
+    return dataclasses.replace(config, window_pages=held or None)
+
+
+def _within(config: CacheConfig, kv_bytes: int, packed: int) -> CacheConfig:
+    """The cache with as many pages of each group as `kv_bytes` holds, in the proportion in which requests take them.
+
+    A group that gives back what is behind its window has pages for one request and a step's tokens at least, and no
+    more than all slots can come to hold. Raises RequestError.
+    """
+    full = with_window_pages(config, packed)
+    if full.kv_bytes <= kv_bytes:
+        return full
+    groups = range(len(config.groups))
+    windows = [g for g in groups if config.frees(config.groups[g])]
+    page = sum(config.bytes_of(g) for g in groups if g not in windows)  # of the groups that keep every row
+    open_bytes = sum(config.bytes_of(g) for g in windows) * config.prompt_pages(packed)
+    config = with_window_pages(config, packed, max(0.0, (kv_bytes - open_bytes) / (full.kv_bytes - open_bytes)))
+    for_windows = sum(config.pool_of(g) * config.bytes_of(g) for g in windows)
+    if kv_bytes < for_windows + page:
+        raise RequestError(
+            f"kv_bytes is {kv_bytes}, and a page of {config.rows} tokens needs {page} bytes of K and V"
+            + (f", the windows of one request {for_windows}" if windows else "")
+            + ": raise kv_bytes."
+        )
+    return dataclasses.replace(config, pages=(kv_bytes - for_windows) // page) if page else config
 
 
 def _queue(cache: CacheConfig, options: Options) -> int:

@@ -44,7 +44,8 @@ class PrefixIndex(struct.PyTreeNode):
       depth: (P,) int32 how many pages are before it.
       live: (P,) int32 second of the job's clock at which it no longer counts; set when its last owner ends.
       pinned: (P,) int32 second of the job's clock up to which it is not evicted for others; likewise.
-      sisters: (P, G - 1) int32 its pages in the other groups.
+      sisters: (P, G - 1) int32 its pages in the other groups; a number that no page has where it has been given up,
+        as only groups do that give back what is behind a window.
       claim: (X,) int32 scratch, which of several newcomers gets its bucket's next place.
     """
 
@@ -252,9 +253,14 @@ def until(clock: jax.Array, seconds: jax.Array) -> jax.Array:
 
 
 # --- eviction ---------------------------------------------------------------------------------------------------
+def entered(index: PrefixIndex) -> jax.Array:
+    """(P,) bool: pages of group 0 that are in the index."""
+    return index.place < index.ways.size
+
+
 def evictable(index: PrefixIndex, refs: jax.Array, clock: jax.Array, pinned_too: jax.Array) -> jax.Array:
     """(P,) bool: pages of group 0 that only the index owns, and that are not pinned."""
-    return (index.place < index.ways.size) & (refs == 1) & ((index.pinned <= clock) | pinned_too)
+    return entered(index) & (refs == 1) & ((index.pinned <= clock) | pinned_too)
 
 
 def oldest(
@@ -264,6 +270,8 @@ def oldest(
     clock: jax.Array,
     count: jax.Array,
     width: int,
+    *,
+    deepest: bool = True,
 ) -> jax.Array:
     """The `count` entries to evict first: those past their time, then by last use, deepest first; pinned ones last.
 
@@ -274,6 +282,7 @@ def oldest(
       clock: () int32 seconds.
       count: () int32, at most `width` are returned.
       width: W, static.
+      deepest: static; False for those nearest to the beginning first.
 
     Returns:
       (W,) int32 distinct pages of group 0; P behind the last one.
@@ -282,7 +291,8 @@ def oldest(
     count = jnp.minimum(jnp.minimum(count, width), candidates.sum(dtype=jnp.int32))
     age = jnp.where(index.live <= clock, -1, last_use) + jnp.where(index.pinned > clock, _PINNED, 0)
     below, among = _smallest(age, candidates, count)
-    by_depth, rest = _smallest(-index.depth, among, count - below.sum(dtype=jnp.int32))
+    depth = -index.depth if deepest else index.depth
+    by_depth, rest = _smallest(depth, among, count - below.sum(dtype=jnp.int32))
     chosen = below | by_depth
     left = count - chosen.sum(dtype=jnp.int32)
     chosen |= rest & (jnp.cumsum(rest, dtype=jnp.int32) <= left)

@@ -20,6 +20,7 @@ from kvjax.cache import CacheConfig
 from kvjax.control import when
 from kvjax.requests import PIN_SECONDS, RUNNING, TOO_LONG, WAITING
 from kvjax.state import EngineState, Policy, Program, cached, known, of_slots, pending, running, with_status
+from kvjax.types import KVSpec
 
 
 class Plan(struct.PyTreeNode):
@@ -33,7 +34,7 @@ class Plan(struct.PyTreeNode):
 
 
 # --- admission and sharing ----------------------------------------------------------------------------------------
-def admit(program: Program, state: EngineState, policy: Policy) -> EngineState:
+def admit(program: Program, state: EngineState, policy: Policy, packed: int) -> EngineState:
     """Lets waiting requests enter idle slots, and slots take over what others have computed.
 
     Requests enter in order, while pages suffice for what they hold and one more token. Pages that the prefix index
@@ -41,7 +42,7 @@ def admit(program: Program, state: EngineState, policy: Policy) -> EngineState:
     or ends as TOO_LONG. A request that the whole cache could not hold ends so at once.
 
     Newcomers, and slots whose prompt is still computed, become owners of pages in the index that continue what they
-    have; the last known token is always computed.
+    have; the last known token is always computed. `packed`, static: most tokens of a step.
     """
     count = (~running(state)).sum(dtype=jnp.int32)
     wanted = jnp.minimum(policy.refill, state.line.count)
@@ -49,7 +50,7 @@ def admit(program: Program, state: EngineState, policy: Policy) -> EngineState:
     ready &= (count >= wanted) | (count == program.cache.slots)
     needed = ready | _prefilling(program.cache, state).any() if program.share else ready
     kv = kv_cache.pages_of(state.cache)
-    state = when(needed, lambda state: _enter(program, state, policy, ready), _without_kv(state))
+    state = when(needed, lambda state: _enter(program, state, policy, packed, ready), _without_kv(state))
     return state.replace(cache=kv_cache.with_pages(state.cache, kv))
 
 
@@ -57,7 +58,7 @@ def _without_kv(state: EngineState) -> EngineState:
     return state.replace(cache=kv_cache.with_pages(state.cache, (None,) * len(state.cache.groups)))
 
 
-def _enter(program: Program, state: EngineState, policy: Policy, ready: jax.Array) -> EngineState:
+def _enter(program: Program, state: EngineState, policy: Policy, packed: int, ready: jax.Array) -> EngineState:
     config, B = program.cache, program.cache.slots
     idle = ~running(state)
     rank = jnp.where(idle & ready, jnp.cumsum(idle, dtype=jnp.int32) - 1, -1)
@@ -68,13 +69,13 @@ def _enter(program: Program, state: EngineState, policy: Policy, ready: jax.Arra
     if state.index is None:
         zeros = jnp.zeros((B,), jnp.int32)
         match = _Match(state.cache.groups[0].table.pages, zeros, zeros)
-        return _start(program, state, policy, request, candidate, hopeless, match)[0]
+        return _start(program, state, policy, packed, request, candidate, hopeless, match)[0]
     looking = _prefilling(config, state)
     first = jnp.where(looking, cached(state) // config.rows, 0)
     whose = jnp.where(looking, state.slots.request, request)
     match = _find_prefix(config, state, policy, whose, (candidate & ~hopeless) | looking, first)
     state = state.replace(cache=_with_first_table(state, match.table))
-    state, admitted = _start(program, state, policy, request, candidate, hopeless, match)
+    state, admitted = _start(program, state, policy, packed, request, candidate, hopeless, match)
     state = _take_over(program, state, first, jnp.where(admitted | looking, match.last, first))
     return _fork_tails(program, state)
 
@@ -83,6 +84,7 @@ def _start(
     program: Program,
     state: EngineState,
     policy: Policy,
+    packed: int,
     request: jax.Array,
     candidate: jax.Array,
     hopeless: jax.Array,
@@ -105,7 +107,12 @@ def _start(
         short = cost.sum(dtype=jnp.int32) > free
         free = jax.lax.cond(short, lambda: free + _evictable_pages(state, policy), lambda: free)
     alone = ~running(state).any()
-    fits = (jnp.cumsum(cost, dtype=jnp.int32) <= free) | (alone & (rank == 0))
+    fits = jnp.cumsum(cost, dtype=jnp.int32) <= free
+    for group, spec in enumerate(config.groups):
+        if config.frees(spec):
+            claim = jnp.where(fitting, _span(config, state, request, spec), 0)
+            fits &= jnp.cumsum(claim, dtype=jnp.int32) <= _unclaimed(config, state, group, packed)
+    fits |= alone & (rank == 0)
     refused = jnp.where(fitting & ~fits, rank, B).min()
     taken = candidate & (rank < refused)
     admitted = taken & ~hopeless
@@ -131,6 +138,19 @@ def _owed(config: CacheConfig, state: EngineState) -> jax.Array:
     """() int32: pages that running prompts have yet to take: free, but not for others."""
     need = _least_pages(config, state, state.slots.request) - kv_cache.pages_for(cached(state), config.rows)
     return jnp.where(running(state), need, 0).sum(dtype=jnp.int32)
+
+
+def _span(config: CacheConfig, state: EngineState, request: jax.Array, spec: KVSpec) -> jax.Array:
+    """(B,) int32: pages that the requests (B,) come to hold in a group that gives back what is behind its window."""
+    limit = state.requests.limit.at[request].get(mode="clip")
+    return jnp.minimum(kv_cache.pages_for(limit, config.rows), config.span(spec))
+
+
+def _unclaimed(config: CacheConfig, state: EngineState, group: int, packed: int) -> jax.Array:
+    """() int32: pages of such a group that neither running requests nor the tokens of one step may come to hold. So
+    none of them has to give way for its window."""
+    claims = jnp.where(running(state), _span(config, state, state.slots.request, config.groups[group]), 0)
+    return config.pool_of(group) - config.prompt_pages(packed) - claims.sum(dtype=jnp.int32)
 
 
 def _evictable_pages(state: EngineState, policy: Policy) -> jax.Array:
@@ -203,20 +223,48 @@ def _find_prefix(
         return found & (last < full), _Match(table, last, match.idle + unused.astype(jnp.int32))
 
     start = _Match(state.cache.groups[0].table.pages, first, jnp.zeros_like(first))
-    _, match = jax.lax.while_loop(lambda held: held[0].any(), look, (wanted & (first < full), start))
+    windows = [g for g, spec in enumerate(config.groups) if config.frees(spec)]
+    if not windows:
+        _, match = jax.lax.while_loop(lambda held: held[0].any(), look, (wanted & (first < full), start))
+        return match
+
+    def look_in_windows(held: tuple[jax.Array, _Match, _Match, list[jax.Array]]):
+        """Goes on as before, but what counts is the last page with which every window is filled."""
+        active, match, best, rows = held
+        before = match.last
+        active, match = look((active, match))
+        page = match.table[row, jnp.maximum(match.last - 1, 0)]
+        complete = match.last > before
+        for i, g in enumerate(windows):
+            there = index.sisters.at[page, g - 1].get(mode="fill", fill_value=kv_cache.NOWHERE) < kv_cache.NOWHERE
+            rows[i] = jnp.where(match.last > before, jnp.where(there, rows[i] + 1, 0), rows[i])
+            # The last known token is computed again, so the window is that of the token before the end of the page.
+            needed = match.last - config.first_column(config.groups[g], match.last * config.rows - 1)
+            complete &= rows[i] >= needed
+        best = jax.tree.map(lambda new, old: jnp.where(_as(complete, new), new, old), match, best)
+        return active, match, best, rows
+
+    held = [first - config.first_column(config.groups[g], first * config.rows) for g in windows]
+    _, _, match, _ = jax.lax.while_loop(
+        lambda held: held[0].any(), look_in_windows, (wanted & (first < full), start, start, held)
+    )
     return match
+
+
+def _as(flag: jax.Array, x: jax.Array) -> jax.Array:
+    """(B,) as (B, 1, …), of as many axes as x."""
+    return flag.reshape(-1, *(1,) * (x.ndim - 1))
 
 
 def _take_over(program: Program, state: EngineState, first: jax.Array, last: jax.Array) -> EngineState:
     """Makes running slots owners of the indexed pages in columns [first, last) of the first block table."""
     assert state.index is not None
-    cache = kv_cache.adopt(program.cache, state.cache, state.index, first, last, state.step)
     rows = jnp.where(last > first, last * program.cache.rows, 0)
     before = cached(state)
     # The last known token is always computed: its logits are needed.
     after = jnp.maximum(before, jnp.minimum(rows, known(state) - 1))
-    groups = tuple(group.replace(table=group.table.replace(lengths=after)) for group in cache.groups)
-    return _count_hits(state.replace(cache=cache.replace(groups=groups)), after - before)
+    cache = kv_cache.adopt(program.cache, state.cache, state.index, first, last, after, state.step)
+    return _count_hits(state.replace(cache=cache), after - before)
 
 
 def _count_hits(state: EngineState, gained: jax.Array) -> EngineState:
@@ -258,6 +306,9 @@ def _fork_tails(program: Program, state: EngineState) -> EngineState:
         tail = of_slots(state, state.requests.tail)
         same = (tail[:, None, :] == tail[None, :, :]).all(axis=-1) & (prompt[:, None] == prompt[None, :])
         same &= takes[:, None] & gives[None, :]
+        for spec in config.groups:  # who has gone on may have given back what is behind its window
+            given = config.first_column(spec, cached(state))
+            same &= given[None, :] <= jnp.minimum(page, config.first_column(spec, prompt - 1))[:, None]
         source = same.argmax(axis=1).astype(jnp.int32)
         # The digest is no proof: the page before must be the same one, or the same namespace, and the tokens equal.
         column = jnp.maximum(page - 1, 0)[:, None]
@@ -423,7 +474,7 @@ def _register_column(
     refs = state.cache.groups[0].pool.refs
     chained = wanted & ((column == 0) | prefix.registered(index, parent)) & ~prefix.registered(index, page)
     twin = jnp.where(chained, prefix.find(index, refs, policy.clock, digest, tokens, parent), P)
-    cache = kv_cache.swap(config, state.cache, index, column, twin, state.step)
+    cache, index = kv_cache.swap(config, state.cache, index, column, twin, state.step)
     new = prefix.Entry(
         page=page,
         digest=digest,

@@ -593,4 +593,6 @@ def _read_plan(value: Mapping[str, Any] | None) -> Plan | None:
     if value is None:
         return None
     specs = tuple(KVSpec(**spec) for spec in value["cache"]["specs"])
-    return Plan(**{**value, "cache": CacheConfig(**{**value["cache"], "specs": specs})})
+    windows = value["cache"].get("window_pages")
+    cache = {**value["cache"], "specs": specs, "window_pages": windows and tuple(windows)}
+    return Plan(**{**value, "cache": CacheConfig(**cache)})

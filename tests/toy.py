@@ -24,11 +24,13 @@ class Config:
     width: int = 2
     context: int = 4096
     layers: int = 1
-    window: int | None = None
+    windows: tuple[int | None, ...] = ()
 
 
 def kv_specs(config: Config, storage: str) -> tuple[KVSpec, ...]:
-    """A second layer has a window that is never reached: a group of its own."""
+    """A second layer has a window that is never reached: a group of its own. Or every layer the window it is given."""
+    if config.windows:
+        return tuple(KVSpec(1, 2, 2, window=window, storage=storage) for window in config.windows)
     return tuple(KVSpec(1, 2, 2, window=None if i == 0 else 4096 + i, storage=storage) for i in range(config.layers))
 
 
@@ -38,7 +40,9 @@ def forward(params, config, ids, positions, cache, attend):
     hidden = jnp.zeros((ids.shape[0], 2), jnp.float32)
     for layer in range(config.layers):
         cache, out = attend(cache, layer, jnp.zeros_like(v), v, v, 1.0)
-        hidden = hidden + jnp.round(out[:, 0] * (positions + 1).astype(jnp.float32)[:, None])
+        window = config.windows[layer] if config.windows else None
+        seen = positions + 1 if window is None else jnp.minimum(positions + 1, window)
+        hidden = hidden + jnp.round(out[:, 0] * seen.astype(jnp.float32)[:, None])
     return cache, hidden
 
 
@@ -49,12 +53,15 @@ def unembed(params, config, hidden):
     return 10.0 * (following[:, None] == jnp.arange(VOCAB, dtype=jnp.int32)[None, :]).astype(jnp.float32)
 
 
-def continuation(prompt: Sequence[int], count: int, layers: int = 1) -> list[int]:
+def continuation(prompt: Sequence[int], count: int, layers: int = 1, windows: Sequence[int | None] = ()) -> list[int]:
     """The `count` tokens that follow the prompt under greedy decoding."""
     tokens = list(prompt)
     for _ in range(count):
-        total = layers * sum(tokens)
-        mixed = layers * sum(token * (i + 1) % 97 for i, token in enumerate(tokens))
+        total = mixed = 0
+        for window in windows or (None,) * layers:
+            seen = list(enumerate(tokens))[-window if window else 0 :]
+            total += sum(token for _, token in seen)
+            mixed += sum(token * (i + 1) % 97 for i, token in seen)
         tokens.append((total * 7 + mixed * 3) % (VOCAB - 1))  # the last one says NaN
     return tokens[len(prompt) :]
 
@@ -68,6 +75,7 @@ class Family(NamedTuple):
     unembed: Any = unembed
 
 
-def model(layers: int = 1) -> Model:
+def model(layers: int = 1, windows: tuple[int | None, ...] = ()) -> Model:
     token_bytes = [bytes([i]) for i in range(VOCAB)]
-    return Model(Family(), Config(layers=layers), {}, (), token_bytes, "float32", "float32", False)  # type: ignore[arg-type]
+    config = Config(layers=len(windows) or layers, windows=windows)
+    return Model(Family(), config, {}, (), token_bytes, "float32", "float32", False)  # type: ignore[arg-type]

@@ -286,14 +286,6 @@ def notes(job: Job, size: Size, model: Model, groups: tuple[KVGroup, ...], where
         found.append(
             f"{size.batch} sequences over data={axes.data}: {idle} of {size.slots * axes.data} slots stay empty."
         )
-    held, ideal = sum(group.bytes for group in groups), sum(group.ideal for group in groups)
-    windows = sorted({group.spec.window for group in groups if group.spec.window is not None})
-    if windows and windows[0] < size.context:
-        names = ", ".join(f"{window:,}" for window in windows)
-        found.append(
-            f"Layers with a window of {names} hold the whole context in this engine so far: {held / ideal:.1f} times "
-            "the K and V that queries see."
-        )
     trained = getattr(model.config, "trained_context", size.context)
     if size.context > trained:
         found.append(f"The checkpoint promises {trained:,} tokens: {size.context:,} want its RoPE scaled (--rope).")

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from kvjax import prefix
+from kvjax import plans, prefix
 from kvjax.cache import CacheConfig
 from kvjax.planner.meshes import Axes, rounded_up
 from kvjax.sharding import RULES
@@ -104,7 +104,8 @@ class KVGroup:
       layers: how many.
       heads: kv heads that a device holds.
       copies: devices of the axis `model` that hold the same head; 1 where they divide the heads.
-      rows: rows of one sequence that a device holds.
+      rows: rows of one sequence that a device holds; of a layer with a window, pages behind it are given back.
+      open_rows: rows that the tokens of one step may take besides, where pages are given back.
       row_bytes: of one token in one layer: codes, lanes that are filled up, scales.
       padding: bytes of a row that hold nothing.
       scales: bytes of a row that are scales.
@@ -117,6 +118,7 @@ class KVGroup:
     heads: int
     copies: int
     rows: int
+    open_rows: int
     row_bytes: int
     padding: int
     scales: int
@@ -202,7 +204,7 @@ def visible(spec: KVSpec, context: int) -> int:
 def cache(job: Job, size: Size) -> CacheConfig:
     """The cache of one engine, with a page for every token that its sequences can come to."""
     axes = size.axes
-    return CacheConfig(
+    config = CacheConfig(
         job.specs,
         size.slots,
         superpage(job, axes),
@@ -212,6 +214,7 @@ def cache(job: Job, size: Size) -> CacheConfig:
         model=axes.model,
         query_heads=job.config.heads,
     )
+    return plans.with_window_pages(config, packed(job, size.slots))
 
 
 def superpage(job: Job, axes: Axes) -> int:
@@ -227,26 +230,28 @@ def pages(job: Job, size: Size) -> int:
 def kv_groups(job: Job, size: Size) -> tuple[KVGroup, ...]:
     """K and V of every group of layers, on a device that holds `size.slots` sequences of `size.context` tokens.
 
-    The engine keeps the whole context in layers with a window, too: pages that no query sees any more are not given
-    back. `KVGroup.ideal` says what they would be without.
+    Layers with a window hold whole pages of what it spans, and those that a step's prompts open before it ends.
     """
-    return tuple(_group(job, size, spec, layers) for spec, layers in job.groups.items())
+    specs = (spec for spec in cache(job, size).groups if spec in job.groups)
+    return tuple(_group(job, size, spec, job.groups[spec]) for spec in specs)
 
 
 def _group(job: Job, size: Size, spec: KVSpec, layers: int) -> KVGroup:
-    held = cache(job, size).on_chip(spec)
-    row = row_bytes(job, size.axes, spec)
-    rows = pages(job, size) * job.rows
+    config = cache(job, size)
+    held, row = config.on_chip(spec), row_bytes(job, size.axes, spec)
+    rows = config.span(spec) * job.rows
+    pool = config.pool_of(config.groups.index(spec)) * job.rows
     return KVGroup(
         spec=spec,
         layers=layers,
         heads=held.kv_heads,
         copies=size.axes.model * held.kv_heads // spec.kv_heads,
         rows=rows,
+        open_rows=pool - size.slots * rows,
         row_bytes=row,
         padding=row - held.row_bytes,
         scales=4 * held.scales,
-        bytes=layers * size.slots * rows * row,
+        bytes=layers * pool * row,
         ideal=layers * size.slots * -(-visible(spec, size.context) // size.axes.seq) * held.row_bytes,
     )
 
@@ -282,7 +287,8 @@ def state(job: Job, size: Size) -> int:
     A formula rather than `jax.eval_shape`, since a search evaluates it often; a test holds the two together. Tables
     have a power of two of columns.
     """
-    B, P, groups = size.slots, size.slots * pages(job, size), len(job.groups)
+    B, config = size.slots, cache(job, size)
+    P, groups = config.pool_pages, len(config.groups)
     M = 1 << (pages(job, size) - 1).bit_length()
     S = M * superpage(job, size.axes)
     Q = queue(B, S)
@@ -290,7 +296,7 @@ def state(job: Job, size: Size) -> int:
     # tokens; digests of pages; nine counters, `hashed`, two pins, root and tail, sampler with one bias and one stop
     requests = Q * (S * word + M * digest + (9 + 1 + 2) * word + 2 * digest + 14 * word) + (Q + 2) * word
     # per page: free, refs, last_use, claim; per slot: its row of the block table, and a length
-    pools = groups * (P * 4 * word + word + B * (M + 1) * word)
+    pools = sum(config.pool_of(g) * 4 * word + word + B * (M + 1) * word for g in range(groups))
     buckets = 1 << max(4 * P // prefix.WAYS - 1, 0).bit_length()
     # per page: place, digest, tokens, parent, depth, live, pinned, sisters
     index = buckets * (prefix.WAYS + 1) * word

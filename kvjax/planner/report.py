@@ -66,6 +66,7 @@ def _group_dict(plan: Plan, group: KVGroup) -> dict[str, Any]:
         "copies": group.copies,
         "replicated": replicated(group, plan.axes),
         "rows_per_sequence_and_device": group.rows,
+        "open_rows_per_device": group.open_rows,
         "row_bytes": group.row_bytes,
         "padding_bytes": group.padding,
         "scale_bytes": group.scales,
@@ -165,7 +166,10 @@ def _weights_text(plan: Plan) -> str:
 
 def _group_text(plan: Plan, group: KVGroup) -> str:
     sequences = -(-plan.batch // plan.axes.data)
-    parts = [f"{group.layers} layers × {sequences:,} × {group.rows:,} rows × {group.row_bytes:,} B"]
+    rows = f"{sequences:,} × {group.rows:,} rows"
+    if group.open_rows:
+        rows = f"({rows} + {group.open_rows:,} for a step's prompts)"
+    parts = [f"{group.layers} layers × {rows} × {group.row_bytes:,} B"]
     if group.spec.latent:
         parts.append("latent")
     else:
@@ -176,8 +180,6 @@ def _group_text(plan: Plan, group: KVGroup) -> str:
         parts.append(f"{group.scales} B of a row are scales")
     if group.padding:
         parts.append(f"{group.padding} B padding")
-    if group.spec.window is not None and group.ideal < group.bytes:
-        parts.append(f"{bytes_text(group.ideal)} if only {group.spec.window:,} rows were held")
     return ", ".join(parts)
 
 

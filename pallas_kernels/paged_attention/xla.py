@@ -171,6 +171,8 @@ def _attend_blocks(
             key = page * R + jnp.arange(R, dtype=jnp.int32)
             # Rows beyond the length belong to nobody and may hold NaN: they must not come back as 0 × NaN.
             owned = key[None, :] < row_length
+            if spec.window is not None:  # nor those behind the window, whose pages may be another's by now
+                owned &= (key[None, :] >= row_nearest) | (key < sink_rows)[None, :]
             owned = owned.reshape(tile, *(R if axis == "r" else 1 for axis in v_rows[1:]))
             v = jnp.where(owned, v, jnp.zeros((), v.dtype))
             s = _dot(f"bkch,{k_rows}->bkcr", queries, k)
@@ -209,8 +211,8 @@ def _attend_blocks(
         if tree is not None:  # a token may see rows behind it
             last_page = (jnp.where(live, row_length, 0).max() + R - 1) // R
         if spec.window is not None:
-            nearest = jnp.where(live, first_row, jnp.int32(2**30)).min()
-            first_page = jnp.maximum(nearest, 0) // R
+            row_nearest = jnp.where(live, first_row, jnp.int32(2**30)).min(axis=1, keepdims=True)
+            first_page = jnp.maximum(row_nearest.min(), 0) // R
         shape = (tile, K, C * G)
         state = (jnp.full(shape, FLOOR, jnp.float32), jnp.zeros(shape), jnp.zeros((*shape, Hv)))
         if spec.window is not None and spec.sink_rows:
