@@ -183,6 +183,26 @@ def test_sinks_and_slopes(case, spec, features, backend):
     check(RAGGED[case], SPECS[spec], backend, **features)
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("sink_rows", [0, 9])
+@pytest.mark.parametrize("queries", [(1, 1, 1, 1, 0), (1, 17, 30, 1, 0)])
+def test_pages_behind_the_window_are_not_read(queries, sink_rows, backend):
+    """They were given back: their entries name no page, and the page that stands there for want of another is NaN."""
+    case = Case((70, 90, 30, 5, 0), queries).fitted(tokens=64)
+    spec = AttentionSpec(0.25, window=20, sink_rows=sink_rows)
+    arrays = build(case)
+    expected, expected_lse = oracle(arrays, spec)
+    table = arrays[3].copy()
+    for b, (length, count) in enumerate(zip(case.lengths, case.queries, strict=True)):
+        kept = -(-sink_rows // case.rows)
+        table[b, kept : max(kept, (length - count - 20 + 1) // case.rows)] = 2**30
+    arrays = *arrays[:3], table, *arrays[4:]
+    out, lse = attend(arrays, spec, max(queries), backend)
+    live = sum(case.queries)
+    np.testing.assert_allclose(out[:live], expected[:live], rtol=2e-5, atol=2e-6)
+    np.testing.assert_allclose(lse[:live], expected_lse[:live], rtol=2e-5, atol=2e-6)
+
+
 @over_backends(layout=(LAYOUTS, ("joined",)))
 @pytest.mark.parametrize("case", ["decode", "chunks", "decode rows beside a chunk"])
 def test_latent_values(case, layout, backend):
