@@ -229,7 +229,11 @@ def identity(llm: LLM) -> dict[str, Any]:
     import jax
 
     dtype = jax.tree.leaves(llm.model.params)[0].dtype.name
-    return {"model": llm.description, "context": llm.context, "dtype": dtype, "kv_dtype": llm.model.storage}
+    from kvjax.eviction_options import described
+
+    found = {"model": llm.description, "context": llm.context, "dtype": dtype, "kv_dtype": llm.model.storage}
+    eviction = described(llm.model.eviction)
+    return found if eviction is None else found | {"evict": eviction}
 
 
 def parse(index: int, raw: bytes) -> Line:

@@ -12,10 +12,11 @@ import jax.numpy as jnp
 from flax import struct
 from jax.sharding import PartitionSpec
 
+from kvjax import evicting, prefix, spread
 from kvjax import pages as page_pool
-from kvjax import prefix, spread
 from kvjax.control import for_each_page, when
-from kvjax.pages import PagePool
+from kvjax.evicting import Eviction, HeadCache
+from kvjax.pages import NOWHERE, PagePool, pages_for
 from kvjax.pallas_kernels import (
     AttentionSpec,
     Deal,
@@ -27,7 +28,7 @@ from kvjax.pallas_kernels import (
     paged_attention,
     write_rows,
 )
-from kvjax.pallas_kernels.quantize import quantize_rows
+from kvjax.pallas_kernels.quantize import quantize_kv
 from kvjax.pallas_kernels.ring_attention import ring_attention
 from kvjax.prefix import PrefixIndex
 from kvjax.sharding import MODEL, SEQ, divided_here, every_engine, on_each
@@ -36,9 +37,6 @@ from kvjax.types import KVSpec
 LEDGER = KVSpec(0, 0, 0, storage="float32")
 """The first group of a cache none of whose layers keeps every row: no K and V, but pages and tables that count all
 tokens, and that the prefix index names its entries by."""
-
-NOWHERE = 2**30
-"""In a block table and in the index, for a page behind the window that was given back; more than there are pages."""
 
 RING = 256
 """Tokens of a prompt step on each chip from which on K and V go round the ring, where nothing was computed before."""
@@ -55,6 +53,8 @@ class CacheConfig:
       pages_per_slot: M.
       pages: P of the groups that keep every row, or None for slots × pages_per_slot, which can never run out.
       window_pages: P of each of the others, in the order of `groups`; None for as many. See `frees`.
+      eviction: what is evicted of the layers that would keep every row; None for nothing. Their heads have pages each.
+      head_pages: P of each of their groups, in the order of `by_head`; None for what can never run out.
       stacked: the layers of a group share one array of L·P pages, as a scan over layers needs.
       layout: of the pages, one of `kvjax.pallas_kernels.LAYOUTS`.
       seq: chips that a sequence's rows are dealt over (`kvjax.pallas_kernels.dealt`); it divides `rows`.
@@ -73,13 +73,24 @@ class CacheConfig:
     model: int = 1
     query_heads: int = 0
     window_pages: tuple[int, ...] | None = None
+    eviction: Eviction | None = None
+    head_pages: tuple[int, ...] | None = None
 
     @functools.cached_property
     def groups(self) -> tuple[KVSpec, ...]:
         """The distinct specs: those that keep every row first, or the LEDGER where there are none."""
         specs = tuple(dict.fromkeys(self.specs))
-        whole = tuple(spec for spec in specs if not self.frees(spec))
+        whole = tuple(spec for spec in specs if not self.frees(spec) and not self.evicts(spec))
         return (whole or (LEDGER,)) + tuple(spec for spec in specs if self.frees(spec))
+
+    @functools.cached_property
+    def by_head(self) -> tuple[KVSpec, ...]:
+        """The distinct specs of layers whose rows are evicted, each head's for itself."""
+        return tuple(spec for spec in dict.fromkeys(self.specs) if self.evicts(spec))
+
+    def evicts(self, spec: KVSpec) -> bool:
+        """Whether a layer's rows are evicted: those that no window bounds."""
+        return self.eviction is not None and not self.frees(spec)
 
     @property
     def pool_pages(self) -> int:
@@ -122,7 +133,10 @@ class CacheConfig:
         return self.rows * self.pages_per_slot
 
     def layers_of(self, group: int) -> tuple[int, ...]:
-        spec = self.groups[group]
+        return self.layers_with(self.groups[group])
+
+    def layers_with(self, spec: KVSpec) -> tuple[int, ...]:
+        """The layers that have a spec."""
         return tuple(i for i, s in enumerate(self.specs) if s == spec)
 
     def place_of(self, layer: int) -> tuple[int, int]:
@@ -138,14 +152,21 @@ class CacheConfig:
     def bytes_of(self, group: int) -> int:
         """Bytes of one page id in every layer of a group, on each chip."""
         spec, layers = self.groups[group], len(self.layers_of(group))
-        return layers and layers * (self.rows // self.seq) * self._row_bytes(self.on_chip(spec))
+        return layers and layers * (self.rows // self.seq) * self.stored_row_bytes(self.on_chip(spec))
+
+    @property
+    def group_bytes(self) -> int:
+        """Bytes of all K and V of the groups, on each chip."""
+        return sum(self.pool_of(group) * self.bytes_of(group) for group in range(len(self.groups)))
 
     @property
     def kv_bytes(self) -> int:
-        """Bytes of all K and V, on each chip."""
-        return sum(self.pool_of(group) * self.bytes_of(group) for group in range(len(self.groups)))
+        """Bytes of all K and V, on each chip; where rows are evicted, with what is noted of each."""
+        each = (evicting.pool_pages(self, spec) * evicting.page_bytes(self, spec) for spec in self.by_head)
+        return sum(each) + self.group_bytes
 
-    def _row_bytes(self, spec: KVSpec) -> int:
+    def stored_row_bytes(self, spec: KVSpec) -> int:
+        """Bytes of one token in a layer, as the layout stores it."""
         lanes = self.lanes_of(spec)
         if lanes is None:
             return spec.row_bytes
@@ -216,14 +237,17 @@ class Cache(struct.PyTreeNode):
 
     Attributes:
       groups: one per distinct KVSpec.
+      by_head: of the layers whose rows are evicted, one per distinct KVSpec; see `kvjax.evicting`.
     """
 
     groups: tuple[GroupCache, ...]
+    by_head: tuple[HeadCache, ...] = ()
 
 
 def init(config: CacheConfig) -> Cache:
     """An empty cache."""
-    return Cache(tuple(_init_group(config, group) for group in range(len(config.groups))))
+    groups = tuple(_init_group(config, group) for group in range(len(config.groups)))
+    return Cache(groups, tuple(evicting.init(config, spec) for spec in config.by_head))
 
 
 def _init_group(config: CacheConfig, group: int) -> GroupCache:
@@ -246,11 +270,6 @@ def _init_group(config: CacheConfig, group: int) -> GroupCache:
         page_pool.init(pool),
         table,
     )
-
-
-def pages_for(rows: jax.Array, page_rows: int) -> jax.Array:
-    """Pages that hold so many rows: ⌈rows / R⌉."""
-    return (rows + page_rows - 1) // page_rows
 
 
 class Copies(struct.PyTreeNode):
@@ -327,8 +346,10 @@ def reserve(
         starved |= (need > 0) & (jnp.cumsum(need, dtype=jnp.int32) > group.pool.height)
     tokens = jnp.where(starved, 0, tokens)
     served = [_reserve_group(config, group, tokens, step, most) for group in cache.groups]
+    by_head = tuple(evicting.reserve(config, group, tokens, step, most) for group in cache.by_head)
+    groups = tuple(group for group, _ in served)
     return Reserved(
-        Cache(tuple(group for group, _ in served)), index, tuple(copies for _, copies in served), starved, evicted
+        cache.replace(groups=groups, by_head=by_head), index, tuple(copies for _, copies in served), starved, evicted
     )
 
 
@@ -381,7 +402,7 @@ def _evict(
 
     pools, index, evicted = when(lack > 0, evict, (pools, index, jnp.int32(0)))
     groups = tuple(group.replace(pool=pool) for group, pool in zip(cache.groups, pools, strict=True))
-    return Cache(groups), index, evicted
+    return cache.replace(groups=groups), index, evicted
 
 
 def _evict_windows(
@@ -401,7 +422,7 @@ def _evict_windows(
 
     old = cache.groups[group]
     pool, index = when(lack > 0, evict, (old.pool, index))
-    return Cache(_replaced(cache.groups, group, old.replace(pool=pool))), index
+    return cache.replace(groups=_replaced(cache.groups, group, old.replace(pool=pool))), index
 
 
 def _in_groups(index: PrefixIndex, page: jax.Array) -> list[jax.Array]:
@@ -481,7 +502,7 @@ def with_shardings(config: CacheConfig, cache: Cache, where: Cache, *over: str) 
     for g, (group, specs) in enumerate(zip(cache.groups, where.groups, strict=True)):
         inner = shardings(config, group.kv, g, *over)
         groups.append(specs.replace(kv=jax.tree.map(lambda a, b: PartitionSpec(*a, *b), specs.kv, inner)))
-    return Cache(tuple(groups))
+    return cache.replace(groups=tuple(groups))
 
 
 def _copy_pages(
@@ -509,7 +530,8 @@ def _copy_pages(
 
         return jax.lax.fori_loop(0, what.count, copy_one, pages) if jax.tree.leaves(pages) else pages
 
-    return tuple(copied(group, *both) for group, both in enumerate(zip(kv, copies, strict=True)))
+    groups = tuple(copied(group, *both) for group, both in enumerate(zip(kv, copies, strict=False)))
+    return groups + kv[len(groups) :]
 
 
 def adopt(
@@ -546,12 +568,13 @@ def adopt(
         return taken
 
     bare: Sequence[GroupCache] = [group.replace(kv=None) for group in cache.groups]
-    cache = Cache(_with_kv(for_each_page(first, last, visit, bare), cache))
+    cache = cache.replace(groups=_with_kv(for_each_page(first, last, visit, bare), cache))
     return trim(config, _with_lengths(cache, lengths), before, step)
 
 
 def _with_lengths(cache: Cache, lengths: jax.Array) -> Cache:
-    return Cache(tuple(group.replace(table=group.table.replace(lengths=lengths)) for group in cache.groups))
+    groups = (group.replace(table=group.table.replace(lengths=lengths)) for group in cache.groups)
+    return cache.replace(groups=tuple(groups))
 
 
 def trim(config: CacheConfig, cache: Cache, before: jax.Array, step: jax.Array) -> Cache:
@@ -574,7 +597,7 @@ def trim(config: CacheConfig, cache: Cache, before: jax.Array, step: jax.Array) 
             pool, pages = for_each_page(first, last, visit, (group.pool, table.pages), width=config.slots)
             group = group.replace(pool=pool, table=table.replace(pages=pages))
         groups.append(group)
-    return Cache(tuple(groups))
+    return cache.replace(groups=tuple(groups))
 
 
 def fork(config: CacheConfig, cache: Cache, source: jax.Array, lengths: jax.Array, step: jax.Array) -> Cache:
@@ -605,7 +628,7 @@ def fork(config: CacheConfig, cache: Cache, source: jax.Array, lengths: jax.Arra
 
         pool, table = for_each_page(first, last, visit, (group.pool, group.table.pages))
         groups.append(group.replace(pool=pool, table=BlockTable(table, jnp.where(takes, lengths, group.table.lengths))))
-    return trim(config, Cache(tuple(groups)), before, step)
+    return trim(config, cache.replace(groups=tuple(groups)), before, step)
 
 
 def reparent(config: CacheConfig, cache: Cache, source: jax.Array, step: jax.Array) -> Cache:
@@ -646,7 +669,7 @@ def reparent(config: CacheConfig, cache: Cache, source: jax.Array, step: jax.Arr
         group.replace(pool=pool, table=BlockTable(pages, group.table.lengths[source]))
         for group, pool, pages in zip(cache.groups, pools, new, strict=True)
     ]
-    return Cache(tuple(groups))
+    return cache.replace(groups=tuple(groups))
 
 
 def swap(
@@ -689,7 +712,7 @@ def swap(
 
     bare: Sequence[GroupCache] = [group.replace(kv=None) for group in cache.groups]
     groups, index = when(wanted.any(), swapped, (bare, index))
-    return Cache(_with_kv(groups, cache)), index
+    return cache.replace(groups=_with_kv(groups, cache)), index
 
 
 def sisters(cache: Cache, row: jax.Array, column: jax.Array) -> jax.Array:
@@ -705,7 +728,7 @@ def own(cache: Cache, page: jax.Array, sister_pages: jax.Array, step: jax.Array)
     for g, group in enumerate(others):
         entered = jnp.where(page < first.pool.free.shape[0], sister_pages[:, g], NOWHERE)
         groups.append(group.replace(pool=page_pool.share(group.pool, entered, step)))
-    return Cache(tuple(groups))
+    return cache.replace(groups=tuple(groups))
 
 
 def release(
@@ -748,21 +771,41 @@ def release(
         group.replace(pool=pool, table=group.table.replace(lengths=lengths))
         for group, pool in zip(cache.groups, pools, strict=True)
     ]
-    return Cache(tuple(groups)), index
+    by_head = tuple(
+        evicting.release(config, group, jnp.where(ended[None, :, None], 0, group.table.lengths), step)
+        for group in cache.by_head
+    )
+    return cache.replace(groups=tuple(groups), by_head=by_head), index
+
+
+def evict(config: CacheConfig, cache: Cache, due: jax.Array, computed: jax.Array, step: jax.Array) -> Cache:
+    """Lets the slots in (B,) bool `due`, of `computed` (B,) int32 tokens, keep no more rows than their budget."""
+    pairs = zip(config.by_head, cache.by_head, strict=True)
+    by_head = tuple(evicting.evict(config, spec, group, due, computed, step) for spec, group in pairs)
+    return cache.replace(by_head=by_head)
 
 
 def _with_kv(groups: Sequence[GroupCache], cache: Cache) -> tuple[GroupCache, ...]:
     return tuple(bare.replace(kv=group.kv) for bare, group in zip(groups, cache.groups, strict=True))
 
 
-def pages_of(cache: Cache) -> tuple[KVPages, ...]:
-    """The K and V of every group: what a step's computation changes."""
-    return tuple(group.kv for group in cache.groups)
+def pages_of(cache: Cache) -> tuple[Any, ...]:
+    """The K and V of every group, of those by head behind the others: what a step's computation changes."""
+    return (*(group.kv for group in cache.groups), *(group.kv for group in cache.by_head))
 
 
-def with_pages(cache: Cache, kv: Sequence[KVPages | None]) -> Cache:
-    """The cache with other K and V; None leaves them out, where only tables and pools are at work."""
-    return Cache(tuple(group.replace(kv=pages) for group, pages in zip(cache.groups, kv, strict=True)))
+def with_pages(cache: Cache, kv: Sequence[Any]) -> Cache:
+    """The cache with other K and V."""
+    groups, by_head = kv[: len(cache.groups)], kv[len(cache.groups) :]
+    return cache.replace(
+        groups=tuple(group.replace(kv=pages) for group, pages in zip(cache.groups, groups, strict=True)),
+        by_head=tuple(group.replace(kv=pages) for group, pages in zip(cache.by_head, by_head, strict=True)),
+    )
+
+
+def without_pages(cache: Cache) -> Cache:
+    """The cache with None for K and V, where only tables and pools are at work."""
+    return with_pages(cache, [None] * len(pages_of(cache)))
 
 
 class Placement(struct.PyTreeNode):
@@ -772,6 +815,7 @@ class Placement(struct.PyTreeNode):
       slots: (T,) int32 slot of each token, B for padding.
       positions: (T,) int32 position of each token in its sequence.
       row_starts: (B + 1,) int32 first packed token of each slot.
+      cuts: (B,) int32 tokens after which rows are evicted next, where they are.
       max_query: static; most tokens a slot has.
       divided: static; whether each chip of the mesh axis `seq` has q, k and v of its part of the tokens alone, equal
         parts in the order of the tokens.
@@ -781,6 +825,7 @@ class Placement(struct.PyTreeNode):
     positions: jax.Array
     row_starts: jax.Array
     max_query: int = struct.field(pytree_node=False)
+    cuts: jax.Array | None = None
     divided: bool = struct.field(pytree_node=False, default=False)
 
 
@@ -820,6 +865,13 @@ def attend(
     Returns:
       The new cache and out (T, N, Hv).
     """
+    if config.eviction is not None and (config.stacked or config.evicts(config.specs[int(layer)])):
+        h = 0 if config.stacked else config.by_head.index(config.specs[int(layer)])
+        heads, out = evicting.attend(
+            config, config.by_head[h], placement, cache.by_head[h], layer, q, k, v, scale,
+            soft_cap=soft_cap, sinks=sinks, slopes=slopes, up=up, backend=backend,
+        )  # fmt: skip
+        return cache.replace(by_head=_replaced(cache.by_head, h, heads)), out
     g, index = (config.place_of(0)[0], layer) if config.stacked else config.place_of(int(layer))
     group, spec = cache.groups[g], config.groups[g]
     array = 0 if config.stacked else int(index)
@@ -849,7 +901,7 @@ def attend(
                       everywhere, everywhere, of_features),
             out_specs=(where, PartitionSpec(None, by_heads)),
         )(placement, pages, q, k, v, group.table, offset, features)  # fmt: skip
-    return Cache(_replaced(cache.groups, g, group.replace(kv=_with_array(group.kv, array, new)))), out
+    return cache.replace(groups=_replaced(cache.groups, g, group.replace(kv=_with_array(group.kv, array, new)))), out
 
 
 def _of_array(kv: KVPages, array: int) -> KVPages:
@@ -891,7 +943,7 @@ def _attend(
     page = jnp.where(written, page + offset, total)
     of_rows = None
     if spec.scales:
-        k, v, of_rows = _codes(k, v, spec.storage)
+        k, v, of_rows = quantize_kv(k, v, spec.storage)
     new = k, v, of_rows
     if placement.divided:  # every chip writes those of its own pages
         k, v, of_rows = spread.whole(k, n), *(None if x is None else spread.whole(x, n) for x in (v, of_rows))
@@ -946,15 +998,6 @@ def _merged(out: jax.Array, lse: jax.Array, sinks: jax.Array | None, divided: bo
     both = jnp.concatenate([out.astype(jnp.float32), lse[..., None]], axis=-1)  # (T, N, Hv + 1)
     both = spread.back(both, n) if divided else jax.lax.all_gather(both, SEQ)
     return merge(both[..., :-1], both[..., -1], sinks)[0]
-
-
-def _codes(k: jax.Array, v: jax.Array | None, storage: str) -> tuple[jax.Array, jax.Array | None, jax.Array]:
-    """(T, K, H) and (T, K, Hv) → their codes, and scales (T, 2·K), those of K first; (T, K) without V."""
-    k, k_scales = quantize_rows(k, storage)
-    if v is None:
-        return k, None, k_scales
-    v, v_scales = quantize_rows(v, storage)
-    return k, v, jnp.concatenate([k_scales, v_scales], axis=1)
 
 
 def _replaced(items: Sequence, index: int, item) -> tuple:

@@ -79,11 +79,13 @@ def compute_last(
 def step(program: Program, params: Params, state: EngineState, policy: Policy, packed: int) -> EngineState:
     """One step: of one token a slot (decode), or a mixed one of `packed` tokens, or a quarter where that will do."""
     B = program.cache.slots
-    bare = whole(state.replace(cache=kv_cache.with_pages(state.cache, [None] * len(state.cache.groups))))
+    bare = whole(state.replace(cache=kv_cache.without_pages(state.cache)))
     state = bare.replace(cache=kv_cache.with_pages(bare.cache, kv_cache.pages_of(state.cache)))
     state = scheduler.admit(program, state, policy, packed)
     plan = scheduler.schedule(program, state, packed)
-    before = cached(state)
+    before, cuts = cached(state), None
+    if program.cache.eviction is not None:
+        cuts = program.cache.eviction.next_cut(of_slots(state, state.requests.prompt), before)
     alone = running(state).sum(dtype=jnp.int32) == 1
     reserved = kv_cache.reserve(
         program.cache, state.cache, state.index, plan.tokens, state.step, policy.clock, alone, packed
@@ -95,6 +97,7 @@ def step(program: Program, params: Params, state: EngineState, policy: Policy, p
     def computed(T: int, max_query: int, kv: tuple[KVPages, ...]) -> tuple[tuple[KVPages, ...], jax.Array]:
         """K and V of the step's tokens written into pages, and hidden (B, D) at each slot's last token."""
         ids, placement = place(state, tokens, T, max_query)
+        placement = placement.replace(cuts=cuts)
         cache, hidden = compute_last(program, params, kv_cache.with_pages(state.cache, kv), ids, placement)
         return kv_cache.pages_of(cache), hidden
 
@@ -118,6 +121,9 @@ def step(program: Program, params: Params, state: EngineState, policy: Policy, p
         copied=stats.copied + reserved.copies[0].count,
     )
     state = state.replace(cache=kv_cache.with_pages(state.cache, kv), step=state.step + 1, stats=stats)
+    if cuts is not None:
+        due = (tokens > 0) & (cached(state) == cuts)
+        state = state.replace(cache=kv_cache.evict(program.cache, state.cache, due, cached(state), state.step))
     logits = program.unembed(params, program.config, last)
     return commit(program, state, policy, logits, tokens, before, reserved.starved)
 

@@ -17,6 +17,7 @@ from kvjax.cache_control import pins, without_marks
 from kvjax.checkpoints.place import load_model
 from kvjax.checkpoints.resolve import open_checkpoint
 from kvjax.errors import ModelError, RequestError
+from kvjax.eviction_options import eviction_of
 from kvjax.job import Output, Report, TokenLogprob
 from kvjax.models import FAMILIES, config_of, family_of
 from kvjax.models.bert import encoder_of
@@ -399,6 +400,9 @@ def load(
     mesh: jax.sharding.Mesh | None = None,
     layers: str = "unrolled",
     rope: str | Mapping[str, Any] | None = None,
+    evict: Any = None,
+    keep: int | float | None = None,
+    evict_every: int = 32,
     **options: Any,
 ) -> LLM:
     """Loads a model.
@@ -416,6 +420,11 @@ def load(
       rope: another scaling of RoPE than the checkpoint's, for positions beyond the trained length: "yarn:4", "ntk:2",
         "dynamic:4", "linear:2", "longrope:FILE", "default", or the fields of config.json's rope_scaling. Without a
         `context`, the trained length times the factor is served.
+      evict: which cached rows go when a sequence has more than it keeps: the name of a policy, such as "snapkv",
+        "h2o" or "streaming:sinks=4", a `kvjax.eviction.Policy`, or None to keep all. "+adakv" and "+pyramid" behind the
+        name divide the budget among heads and layers (docs/eviction.md). Outputs are approximate then.
+      keep: rows that each head keeps, such as 1024, or a share of the tokens, such as 0.5.
+      evict_every: tokens generated between two evictions.
       **options: fields of `kvjax.plans.Options`: slots, kv_bytes, share_prefixes, ...
 
     Returns:
@@ -434,7 +443,7 @@ def load(
         raise ModelError(f"mesh has an axis {unknown[0]!r}: name its axes out of {', '.join(MESH_AXES)}.")
     if mesh is not None and processes.spans(mesh) and not set(range(processes.count())) <= _owners(mesh):
         raise ModelError("mesh has no device of some of the processes: make it of jax.devices(), or of local ones.")
-    run_options = _options(options)
+    run_options, eviction = _options(options), eviction_of(evict, keep, evict_every)
     on_cpu = (mesh.devices.flat[0] if mesh is not None else jax.devices()[0]).platform == "cpu"
     dtype = _float_type("dtype", dtype or (jnp.float32 if on_cpu else jnp.bfloat16))
     storage = _float_type("kv_dtype", kv_dtype or dtype, CODES).name
@@ -455,7 +464,7 @@ def load(
         description = source.describe()
     token_bytes = [tokenizer.token_bytes(token) for token in range(config.vocab)]
     shape = None if mesh is None else automatic(mesh).abstract_mesh
-    model = Model(family, config, params, tokenizer.eos_ids, token_bytes, dtype.name, storage, stacked, shape)
+    model = Model(family, config, params, tokenizer.eos_ids, token_bytes, dtype.name, storage, stacked, shape, eviction)
     return LLM(model, tokenizer, run_options, description)
 
 

@@ -6,6 +6,14 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
+NOWHERE = 2**30
+"""In a block table and in the prefix index, for a page that was given back; more than there are pages."""
+
+
+def pages_for(rows: jax.Array, page_rows: int) -> jax.Array:
+    """Pages that hold so many rows: ⌈rows / R⌉."""
+    return (rows + page_rows - 1) // page_rows
+
 
 class PagePool(struct.PyTreeNode):
     """Which physical pages are free.

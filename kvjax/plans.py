@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,10 +14,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
-from kvjax import sampling, sharding
+from kvjax import evicting, sampling, sharding
 from kvjax import state as engine_state
 from kvjax.cache import CacheConfig
 from kvjax.errors import RequestError
+from kvjax.evicting import Eviction
 from kvjax.pallas_kernels import Lanes, default_backend, default_layout
 from kvjax.pallas_kernels import check as check_pages
 from kvjax.sampling_params import SamplingParams
@@ -38,6 +40,7 @@ class Model:
       storage: dtype name of the cached K and V.
       stacked: whether the layers are stacked for a scan.
       mesh: the shape of the mesh that the parameters are on, or None.
+      eviction: what is evicted of cached rows, or None.
     """
 
     family: Family
@@ -49,6 +52,7 @@ class Model:
     storage: str
     stacked: bool
     mesh: AbstractMesh | None = None
+    eviction: Eviction | None = None
 
     @property
     def positions(self) -> str:
@@ -206,7 +210,7 @@ def plan(model: Model, requests: Sequence[Request], options: Options, least: Pla
         penalties=penalties,
         logprobs=max(asked, default=None),
         backend=backend_of(model, options),
-        share=options.share_prefixes,
+        share=options.share_prefixes and model.eviction is None,  # what is left of a prefix depends on what followed
     )
 
 
@@ -256,6 +260,8 @@ def _rows(model: Model, options: Options, backend: str) -> int:
     """64, but of codes 128 for the TPU's kernels, which apply scales to so many rows at once."""
     if options.rows is not None:
         return options.rows
+    if model.eviction is not None:  # each head rounds up to pages of its own
+        return 16
     return 128 if backend.startswith("tpu") and jnp.dtype(model.storage).itemsize == 1 else 64
 
 
@@ -284,12 +290,16 @@ def cache_config(model: Model, slots: int, longest: int, options: Options, packe
         per_slot,
         stacked=model.stacked,
         layout=layout_of(model, options),
+        eviction=model.eviction,
         **over,
     )
+    if model.eviction is not None:
+        _check_eviction(model, config, packed)
     if model.stacked and len(set(config.specs)) > 1:
         raise RequestError("Layers with different caches cannot be scanned: load with layers='unrolled'.")
     if packed is not None:
-        return _within(config, options.kv_bytes, packed)
+        config = _within(config, options.kv_bytes, packed)
+        return _with_head_pages(config, options.kv_bytes) if config.by_head else config
     affordable = options.kv_bytes // config.page_bytes
     if affordable < 1:
         raise RequestError(
@@ -299,6 +309,16 @@ def cache_config(model: Model, slots: int, longest: int, options: Options, packe
     if affordable < slots * per_slot:
         config = dataclasses.replace(config, pages=affordable)
     return config
+
+
+def _check_eviction(model: Model, config: CacheConfig, packed: int | None) -> None:
+    """Raises RequestError for what does not go with evicting rows."""
+    if packed is None:
+        raise RequestError("Beams and embeddings do not evict rows: load the model without eviction.")
+    if model.mesh is not None and math.prod(sharding.sizes(model.mesh).values()) > 1:
+        raise RequestError("Rows are evicted on one device only so far: load without a mesh, or without eviction.")
+    if not config.by_head:
+        raise RequestError("Every layer has a window that bounds its rows already: load without eviction.")
 
 
 def with_window_pages(config: CacheConfig, packed: int, share: float = 1.0) -> CacheConfig:
@@ -317,13 +337,13 @@ def _within(config: CacheConfig, kv_bytes: int, packed: int) -> CacheConfig:
     more than all slots can come to hold. Raises RequestError.
     """
     full = with_window_pages(config, packed)
-    if full.kv_bytes <= kv_bytes:
+    if full.group_bytes <= kv_bytes:
         return full
     groups = range(len(config.groups))
     windows = [g for g in groups if config.frees(config.groups[g])]
     page = sum(config.bytes_of(g) for g in groups if g not in windows)  # of the groups that keep every row
     open_bytes = sum(config.bytes_of(g) for g in windows) * config.prompt_pages(packed)
-    config = with_window_pages(config, packed, max(0.0, (kv_bytes - open_bytes) / (full.kv_bytes - open_bytes)))
+    config = with_window_pages(config, packed, max(0.0, (kv_bytes - open_bytes) / (full.group_bytes - open_bytes)))
     for_windows = sum(config.pool_of(g) * config.bytes_of(g) for g in windows)
     if kv_bytes < for_windows + page:
         raise RequestError(
@@ -332,6 +352,17 @@ def _within(config: CacheConfig, kv_bytes: int, packed: int) -> CacheConfig:
             + ": raise kv_bytes."
         )
     return dataclasses.replace(config, pages=(kv_bytes - for_windows) // page) if page else config
+
+
+def _with_head_pages(config: CacheConfig, kv_bytes: int) -> CacheConfig:
+    """The cache with as many pages of single heads as what is left of `kv_bytes` holds. Raises RequestError."""
+    left = kv_bytes - config.group_bytes
+    bytes_of = [evicting.page_bytes(config, spec) for spec in config.by_head]
+    most = [evicting.pool_pages(config, spec) for spec in config.by_head]
+    share = min(1.0, left / sum(count * size for count, size in zip(most, bytes_of, strict=True)))
+    if share <= 0:
+        raise RequestError(f"kv_bytes is {kv_bytes}, and windows take all of it: raise kv_bytes.")
+    return dataclasses.replace(config, head_pages=tuple(int(count * share) for count in most))
 
 
 def _queue(cache: CacheConfig, options: Options) -> int:

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from flax import struct
 
 from kvjax import cache as kv_cache
-from kvjax import prefix, sampling
+from kvjax import evicting, prefix, sampling
 from kvjax.cache import CacheConfig
 from kvjax.control import when
 from kvjax.requests import PIN_SECONDS, RUNNING, TOO_LONG, WAITING
@@ -55,7 +55,7 @@ def admit(program: Program, state: EngineState, policy: Policy, packed: int) -> 
 
 
 def _without_kv(state: EngineState) -> EngineState:
-    return state.replace(cache=kv_cache.with_pages(state.cache, (None,) * len(state.cache.groups)))
+    return state.replace(cache=kv_cache.without_pages(state.cache))
 
 
 def _enter(program: Program, state: EngineState, policy: Policy, packed: int, ready: jax.Array) -> EngineState:
@@ -66,6 +66,8 @@ def _enter(program: Program, state: EngineState, policy: Policy, packed: int, re
     candidate = request < state.requests.status.shape[0]
     least = _least_pages(config, state, request)
     hopeless = candidate & (least > config.pool_pages)
+    for spec in config.by_head:
+        hopeless |= candidate & (_claims(config, state, request, spec) > evicting.pool_pages(config, spec))
     if state.index is None:
         zeros = jnp.zeros((B,), jnp.int32)
         match = _Match(state.cache.groups[0].table.pages, zeros, zeros)
@@ -113,6 +115,11 @@ def _start(
             claim = jnp.where(fitting, _span(config, state, request, spec), 0)
             fits &= jnp.cumsum(claim, dtype=jnp.int32) <= _unclaimed(config, state, group, packed)
     fits |= alone & (rank == 0)
+    for spec in config.by_head:
+        claim = jnp.where(fitting, _claims(config, state, request, spec), 0)
+        taken_pages = jnp.where(running(state), _claims(config, state, state.slots.request, spec, cached(state)), 0)
+        left = evicting.pool_pages(config, spec) - taken_pages.sum(dtype=jnp.int32)
+        fits &= jnp.cumsum(claim, dtype=jnp.int32) <= left
     refused = jnp.where(fitting & ~fits, rank, B).min()
     taken = candidate & (rank < refused)
     admitted = taken & ~hopeless
@@ -153,6 +160,14 @@ def _unclaimed(config: CacheConfig, state: EngineState, group: int, packed: int)
     return config.pool_of(group) - config.prompt_pages(packed) - claims.sum(dtype=jnp.int32)
 
 
+def _claims(
+    config: CacheConfig, state: EngineState, request: jax.Array, spec: KVSpec, computed: jax.Array | None = None
+) -> jax.Array:
+    """(B,) int32: pages that the requests (B,) may come to hold for layers whose rows are evicted."""
+    prompt, limit = (x.at[request].get(mode="clip") for x in (state.requests.prompt, state.requests.limit))
+    return evicting.claims(config, spec, prompt, limit, jnp.zeros_like(prompt) if computed is None else computed)
+
+
 def _evictable_pages(state: EngineState, policy: Policy) -> jax.Array:
     assert state.index is not None
     refs = state.cache.groups[0].pool.refs
@@ -187,7 +202,7 @@ class _Match(NamedTuple):
 
 def _with_first_table(state: EngineState, pages: jax.Array) -> kv_cache.Cache:
     first, *others = state.cache.groups
-    return kv_cache.Cache((first.replace(table=first.table.replace(pages=pages)), *others))
+    return state.cache.replace(groups=(first.replace(table=first.table.replace(pages=pages)), *others))
 
 
 def _page_tokens(state: EngineState, config: CacheConfig, request: jax.Array, page: jax.Array) -> jax.Array:
@@ -348,6 +363,9 @@ def _chunks(program: Program, state: EngineState, prompts: jax.Array, budget: in
     if program.share:
         prompts &= ~_follows(program.cache, state, prompts)
     asked = jnp.where(prompts, waiting, 0)
+    if program.cache.eviction is not None:  # rows are evicted between two steps
+        cuts = program.cache.eviction.next_cut(of_slots(state, state.requests.prompt), length)
+        asked = jnp.minimum(asked, cuts - length)
     age = of_slots(state, state.requests.order)
     by_age = jnp.argsort(jnp.where(prompts, age, jnp.int32(2**31 - 1)))
     ahead = jnp.cumsum(asked[by_age], dtype=jnp.int32) - asked[by_age]

@@ -35,6 +35,7 @@ from kvjax import plans, processes, sharding, stops
 from kvjax import state as engine_state
 from kvjax.cache import CacheConfig
 from kvjax.errors import UserError
+from kvjax.eviction_options import described
 from kvjax.job import Entry, Job, Memory
 from kvjax.plans import Model, Options, Plan, Request, layout_of
 from kvjax.sampling_params import SamplingParams
@@ -177,7 +178,7 @@ def resume(
             if note is not None and host["note"] != json.loads(json.dumps(note)):
                 continue
             _check_model(host["model"], fingerprint(model), one)
-            memory = _unpacked(host, rows)
+            memory = _unpacked(host, rows, model)
             found = _found(model, options, plan, memory, host)
             state = None
             if found.exact and several:
@@ -233,6 +234,7 @@ def fingerprint(model: Model) -> dict[str, Any]:
         "context": model.config.context,
         "dtype": model.dtype,
         "kv_dtype": model.storage,
+        "evict": described(model.eviction),
         "config": _digest(repr(model.config)),
         "parameters": _digest(repr(sorted(shapes.items()))),
     }
@@ -487,7 +489,7 @@ def _packed(memory: Memory) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     rows["count"] = np.asarray([len(entries)], np.int32)
     host = {
         "seed": memory.seed,
-        "plan": None if memory.plan is None else dataclasses.asdict(memory.plan),
+        "plan": None if memory.plan is None else _written_plan(memory.plan),
         "order": memory.order,
         "seconds": memory.seconds,
         "entries": written[: len(memory.entries)],
@@ -537,14 +539,14 @@ def _json_params(params: SamplingParams) -> dict[str, Any]:
     return fields | {"logit_bias": list((params.logit_bias or {}).items())}
 
 
-def _unpacked(host: Mapping[str, Any], rows: Mapping[str, np.ndarray]) -> Memory:
+def _unpacked(host: Mapping[str, Any], rows: Mapping[str, np.ndarray], model: Model) -> Memory:
     params = [SamplingParams(**p | {"logit_bias": dict(p["logit_bias"]) or None}) for p in host["params"]]
     take = _Reader(rows)
     entries = [_read_entry(value, params, take) for value in host["entries"]]
     ended = [_read_entry(value, params, take) for value in host["ended"]]
     return Memory(
         seed=host["seed"],
-        plan=_read_plan(host["plan"]),
+        plan=_read_plan(host["plan"], model),
         order=host["order"],
         seconds=host["seconds"],
         entries=tuple(entries),
@@ -589,10 +591,16 @@ def _read_entry(value: Mapping[str, Any], params: Sequence[SamplingParams], take
     return Entry(request=request, tokens=tokens, logprobs=logprobs, **fields)
 
 
-def _read_plan(value: Mapping[str, Any] | None) -> Plan | None:
+def _written_plan(plan: Plan) -> dict[str, Any]:
+    """JSON; what is evicted is the model's, which `fingerprint` compares."""
+    return dataclasses.asdict(dataclasses.replace(plan, cache=dataclasses.replace(plan.cache, eviction=None)))
+
+
+def _read_plan(value: Mapping[str, Any] | None, model: Model) -> Plan | None:
     if value is None:
         return None
     specs = tuple(KVSpec(**spec) for spec in value["cache"]["specs"])
-    windows = value["cache"].get("window_pages")
-    cache = {**value["cache"], "specs": specs, "window_pages": windows and tuple(windows)}
+    cache = {**value["cache"], "specs": specs, "eviction": model.eviction}
+    for name in ("window_pages", "head_pages"):
+        cache[name] = cache.get(name) and tuple(cache[name])
     return Plan(**{**value, "cache": CacheConfig(**cache)})

@@ -2,9 +2,18 @@
 
 from kvjax.pallas_kernels.dealt import Deal
 from kvjax.pallas_kernels.joined import Lanes
-from kvjax.pallas_kernels.kv_store import LAYOUTS, axes_of, default_layout, init_pages, write_rows
+from kvjax.pallas_kernels.kv_store import (
+    LAYOUTS,
+    axes_of,
+    default_layout,
+    init_pages,
+    read_pages,
+    write_pages,
+    write_rows,
+)
 from kvjax.pallas_kernels.merge import merge
 from kvjax.pallas_kernels.paged_attention import BACKENDS, AttentionSpec, check, default_backend, paged_attention
+from kvjax.pallas_kernels.row_weights import add_row_weights
 
 __all__ = [
     "BACKENDS",
@@ -12,6 +21,7 @@ __all__ = [
     "AttentionSpec",
     "Deal",
     "Lanes",
+    "add_row_weights",
     "axes_of",
     "check",
     "default_backend",
@@ -19,5 +29,7 @@ __all__ = [
     "init_pages",
     "merge",
     "paged_attention",
+    "read_pages",
+    "write_pages",
     "write_rows",
 ]

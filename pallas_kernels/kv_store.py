@@ -98,3 +98,39 @@ def write_rows(
     if v_pages is not None and v is not None:
         v_pages = v_pages.at[v_place].set(v.astype(v_pages.dtype), mode="drop")
     return k_pages, v_pages
+
+
+def read_pages(
+    k_pages: jax.Array, v_pages: jax.Array | None, page: jax.Array, lanes: Lanes, layout: str
+) -> tuple[jax.Array, jax.Array]:
+    """K (…, R, K, H) and V (…, R, K, Hv) of pages (…) int32, as stored; an index of P or more reads some page."""
+    k = k_pages.at[page].get(mode="clip")
+    if layout == "joined":
+        return joined.split(joined.rows_of(k), lanes)
+    if layout == "head_major":
+        k = jnp.moveaxis(k, -1, -3)  # (…, K, H, R)
+    if v_pages is None:
+        return k, k[..., : lanes.value_dim]
+    v = v_pages.at[page].get(mode="clip")
+    return k, v.swapaxes(-3, -2) if layout == "head_major" else v
+
+
+def write_pages(
+    k_pages: jax.Array,
+    v_pages: jax.Array | None,
+    k: jax.Array,
+    v: jax.Array,
+    page: jax.Array,
+    lanes: Lanes,
+    layout: str,
+) -> tuple[jax.Array, jax.Array | None]:
+    """Overwrites whole pages (…) int32 with K (…, R, K, H) and V (…, R, K, Hv), as `read_pages` gives them; an index of
+    P or more drops its page."""
+    if layout == "joined":
+        rows = joined.tiles(joined.rows(k, None if lanes.latent else v, lanes))
+        return k_pages.at[page].set(rows, mode="drop"), None
+    head_major = layout == "head_major"
+    k_pages = k_pages.at[page].set(jnp.moveaxis(k, -3, -1) if head_major else k, mode="drop")
+    if v_pages is not None:
+        v_pages = v_pages.at[page].set(v.swapaxes(-3, -2) if head_major else v, mode="drop")
+    return k_pages, v_pages

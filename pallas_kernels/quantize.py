@@ -39,6 +39,15 @@ def quantize_rows(x: jax.Array, storage: DTypeLike) -> tuple[jax.Array, jax.Arra
     return quantize(x, scale, storage), scale
 
 
+def quantize_kv(k: jax.Array, v: jax.Array | None, storage: DTypeLike) -> tuple[jax.Array, jax.Array | None, jax.Array]:
+    """K (T, K, H) and V (T, K, Hv) → their codes, and scales (T, 2·K) float32, those of K first; (T, K) without V."""
+    k, k_scales = quantize_rows(k, storage)
+    if v is None:
+        return k, None, k_scales
+    v, v_scales = quantize_rows(v, storage)
+    return k, v, jnp.concatenate([k_scales, v_scales], axis=1)
+
+
 def quantize(x: jax.Array, scale: ArrayLike, storage: DTypeLike) -> jax.Array:
     """Codes for a scale that is given, as one of a whole page, head or layer: what it does not reach is clipped.
 

@@ -159,6 +159,7 @@ def _settings(loading: Loading) -> dict[str, Any]:
     import jax
 
     from kvjax.checkpoints.resolve import open_checkpoint
+    from kvjax.eviction_options import described, eviction_of, keep_of
     from kvjax.models import FAMILIES, config_of, family_of
 
     with open_checkpoint(loading.model, FAMILIES) as source:
@@ -167,7 +168,9 @@ def _settings(loading: Loading) -> dict[str, Any]:
     dtype = loading.dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16")
     settings = {"model": model, "context": config.context, "dtype": str(dtype)}
     settings["kv_dtype"] = str(loading.kv_dtype or dtype)
-    return settings | ({"rope": loading.rope} if loading.rope else {})
+    eviction = described(eviction_of(loading.evict, keep_of(loading.keep), loading.evict_every))
+    settings |= {"rope": loading.rope} if loading.rope else {}
+    return settings | ({} if eviction is None else {"evict": eviction})
 
 
 def _leave(said: str, code: int, session: Session | None = None) -> NoReturn:

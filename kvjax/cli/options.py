@@ -60,12 +60,16 @@ class Loading:
     rope: str | None = None
     layers: Layers = Layers.unrolled
     mesh: str | None = None
+    evict: str | None = None
+    keep: str | None = None
+    evict_every: int = 32
 
     def load(self, **options: Any) -> LLM:
         """Loads the model; what XLA compiles for it is kept for the next process."""
         from kvjax.cli.runtime import keep_compiled
 
         keep_compiled()
+        from kvjax.eviction_options import keep_of
         from kvjax.llm import load
 
         axes = _mesh_axes(self.mesh) or self._default_axes()
@@ -77,6 +81,9 @@ class Loading:
             layers=self.layers.value,
             rope=self.rope,
             mesh=_mesh(axes),
+            evict=self.evict,
+            keep=keep_of(self.keep),
+            evict_every=self.evict_every,
             **options,
         )
 
@@ -205,15 +212,18 @@ _LOADING = _table(
             "Scale RoPE beyond the trained length: yarn:4, ntk:2, dynamic:4, linear:2, longrope:FILE, default",
         ),
         ("mesh", str, "Divide the work over devices: axes data, seq, expert and model, such as seq=4,model=2"),
+        ("evict", str, "Let go of cached rows by a policy: snapkv, h2o, tova, streaming:sinks=4, knorm+adakv, …"),
+        ("keep", str, "What each head keeps then: rows, such as 1024, or a share, such as 50%"),
     ],
 ) | {
+    "evict_every": _option("evict_every", int, "Tokens generated between two evictions", default=32, panel="Model"),
     "layers": _option(
         "layers",
         Layers,
         "Unrolled layers run faster, scanned ones compile once for all",
         default=Layers.unrolled,
         panel="Model",
-    )
+    ),
 }
 
 _SAMPLING = _table(

@@ -1,0 +1,479 @@
+"""Layers whose rows are evicted: every kv head of every layer has its own pages, block table and length.
+
+A step appends the rows of its tokens to every head; a policy (`kvjax.eviction`) then says which rows of a head stay.
+They are moved together, and whole pages go back to the pool, all inside the loop. Rows keep the order of their tokens,
+so attention is causal by the order of the rows, and RoPE is in the keys already.
+
+When rows are evicted depends on nothing but the request: after its prompt, and then every so many tokens. A prompt step
+never computes across such a point, so a request that gave way and is computed again loses the same rows.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+from kvjax import pages as page_pool
+from kvjax.control import for_each_page, when
+from kvjax.errors import UserError
+from kvjax.eviction import Budget, Policy, Rows, adakv, gather, pyramid, select, share_of
+from kvjax.pages import NOWHERE, PagePool, pages_for
+from kvjax.pallas_kernels import (
+    AttentionSpec,
+    Lanes,
+    add_row_weights,
+    init_pages,
+    merge,
+    paged_attention,
+    read_pages,
+    write_pages,
+    write_rows,
+)
+from kvjax.pallas_kernels.quantize import dequantize, quantize_kv
+from kvjax.types import KVSpec
+
+if TYPE_CHECKING:
+    from kvjax.cache import CacheConfig, Placement
+
+NEVER = 2**30
+"""Tokens after which nothing is evicted."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Eviction:
+    """What is evicted, and when; static.
+
+    Attributes:
+      policy: which rows stay.
+      budget: how many each head keeps.
+      every: tokens generated between two evictions, where the policy evicts while it decodes.
+      layers: "uniform" budgets, or "pyramid".
+      heads: "uniform" budgets, or "adakv".
+
+    Raises:
+      UserError: a field is out of range, or the policy does not go with it.
+    """
+
+    policy: Policy
+    budget: Budget
+    every: int = 32
+    layers: str = "uniform"
+    heads: str = "uniform"
+
+    def __post_init__(self) -> None:
+        if self.policy.score is None:
+            raise UserError(f"Eviction policy {self.policy.name!r} evicts nothing: leave eviction out.")
+        if self.every < 1:
+            raise UserError(f"Rows are evicted every {self.every} tokens, but a number from 1 is needed.")
+        for name, choices in (("layers", ("uniform", "pyramid")), ("heads", ("uniform", "adakv"))):
+            if getattr(self, name) not in choices:
+                wanted = " or ".join(map(repr, choices))
+                raise UserError(f"Budgets of {name} are {getattr(self, name)!r}, but {wanted} is needed.")
+        if self.heads == "adakv" and self.policy.together:
+            raise UserError(f"AdaKV divides rows among heads, but {self.policy.name!r} keeps the same rows in all.")
+        if self.policy.moments:
+            raise UserError(f"Eviction policy {self.policy.name!r} needs moments of queries, which the engine lacks.")
+
+    def kept(self, tokens: jax.Array) -> jax.Array:
+        """Rows that stay of so many tokens, int32, in the mean of layers and heads."""
+        return self.budget.count(tokens)
+
+    def _first(self, prompt: jax.Array) -> jax.Array:
+        """Tokens after which rows go for the first time: the prompt, if it has more than the budget."""
+        budget = prompt if self.budget.rows is None else jnp.full_like(prompt, self.budget.rows)
+        target = share_of(prompt, self.budget.share) if self.budget.share is not None else budget
+        later = target + self.every if self.policy.decode else jnp.full_like(prompt, NEVER)
+        return jnp.where(prompt > target, prompt, later)
+
+    def next_cut(self, prompt: jax.Array, computed: jax.Array) -> jax.Array:
+        """Tokens after which rows are evicted next, once `computed` are in the cache; NEVER for not at all.
+
+        Args:
+          prompt: (B,) int32 tokens of the prompts.
+          computed: (B,) int32.
+        """
+        first = self._first(prompt)
+        if not self.policy.decode:
+            return jnp.where(computed < first, first, NEVER)
+        later = first + self.every * ((computed - first) // self.every + 1)
+        return jnp.where(computed < first, first, later)
+
+    def most_rows(self, prompt: jax.Array, limit: jax.Array, computed: jax.Array) -> jax.Array:
+        """(B,) int32 rows that each head may come to hold, of requests that end with `limit` tokens."""
+        first, last = self._first(prompt), limit - 1  # the last token of all needs no row
+        if self.policy.decode:
+            after = self.kept(last) + self.every
+        else:
+            after = self.kept(first) + jnp.maximum(last - first, 0)
+        after = jnp.where(first < last, jnp.minimum(after, last), 0)
+        return jnp.where(computed < first, jnp.maximum(jnp.minimum(first, last), after), after)
+
+
+class HeadPages(struct.PyTreeNode):
+    """Rows of pages of one head, of all layers and heads.
+
+    Attributes:
+      k: one array, P pages in its first axis, as the store lays out pages of one head.
+      v: the same for values; empty where they lie in the same array.
+      scales: one array (P, 2, R) float32 where rows are codes, (P, 1, R) of latents; else empty.
+      positions: (P, R) int32 of the rows' tokens.
+      weights: (P, R) float32 and
+      seen: (P, R) int32, as `kvjax.eviction.Rows` has them; None where the policy watches no query.
+    """
+
+    k: tuple[jax.Array, ...]
+    v: tuple[jax.Array, ...]
+    scales: tuple[jax.Array, ...]
+    positions: jax.Array
+    weights: jax.Array | None
+    seen: jax.Array | None
+
+
+class HeadTable(struct.PyTreeNode):
+    """Where the rows of each head lie.
+
+    Attributes:
+      pages: (L, B, K, M) int32; entries behind the length are stale.
+      lengths: (L, B, K) int32 rows held.
+    """
+
+    pages: jax.Array
+    lengths: jax.Array
+
+
+class HeadCache(struct.PyTreeNode):
+    """The layers that share a spec whose rows are evicted.
+
+    Attributes:
+      kv: their rows.
+      pool: which pages are free.
+      table: whose pages are whose.
+    """
+
+    kv: HeadPages
+    pool: PagePool
+    table: HeadTable
+
+
+# --- the static shape ---------------------------------------------------------------------------------------
+def _lanes(spec: KVSpec) -> Lanes:
+    return Lanes(1, spec.key_dim, spec.value_dim, spec.latent)
+
+
+def _heads(config: CacheConfig, spec: KVSpec) -> int:
+    """Heads of all layers with this spec, of one slot."""
+    return len(config.layers_with(spec)) * spec.kv_heads
+
+
+def pool_pages(config: CacheConfig, spec: KVSpec) -> int:
+    """P."""
+    if config.head_pages is None:
+        return config.slots * config.pages_per_slot * _heads(config, spec)
+    return config.head_pages[config.by_head.index(spec)]
+
+
+def page_bytes(config: CacheConfig, spec: KVSpec) -> int:
+    """Bytes of a page, with what is noted of its rows."""
+    assert config.eviction is not None
+    one = dataclasses.replace(spec, kv_heads=1)
+    noted = 4 if config.eviction.policy.watch == "none" else 12
+    return config.rows * (config.stored_row_bytes(one) + noted)
+
+
+def init(config: CacheConfig, spec: KVSpec) -> HeadCache:
+    """An empty cache of the layers with this spec."""
+    assert config.eviction is not None
+    L, B, K, M = len(config.layers_with(spec)), config.slots, spec.kv_heads, config.pages_per_slot
+    P, R, dtype = pool_pages(config, spec), config.rows, jnp.dtype(spec.storage)
+    k, v = init_pages(P, R, _lanes(spec), dtype, config.layout)
+    scales = (jnp.zeros((P, 1 if spec.latent else 2, R)),) if spec.scales else ()
+    watches = config.eviction.policy.watch != "none"
+    kv = HeadPages(
+        k=(k,),
+        v=() if v is None else (v,),
+        scales=scales,
+        positions=jnp.zeros((P, R), jnp.int32),
+        weights=jnp.zeros((P, R)) if watches else None,
+        seen=jnp.zeros((P, R), jnp.int32) if watches else None,
+    )
+    table = HeadTable(jnp.zeros((L, B, K, M), jnp.int32), jnp.zeros((L, B, K), jnp.int32))
+    return HeadCache(kv, page_pool.init(P), table)
+
+
+# --- pages --------------------------------------------------------------------------------------------------
+def claims(config: CacheConfig, spec: KVSpec, prompt: jax.Array, limit: jax.Array, computed: jax.Array) -> jax.Array:
+    """(B,) int32: pages that requests may come to hold, from `computed` tokens on to `limit`."""
+    assert config.eviction is not None
+    most = config.eviction.most_rows(prompt, limit, computed)
+    # Heads and layers share a budget in parts that each round up.
+    return _heads(config, spec) * jnp.minimum(pages_for(most, config.rows) + 1, pages_for(limit - 1, config.rows))
+
+
+def reserve(config: CacheConfig, cache: HeadCache, tokens: jax.Array, step: jax.Array, most: int) -> HeadCache:
+    """Lengthens every head of the slots by their tokens (B,) int32 and takes the pages that needs; `most` bounds their
+    sum. Pages suffice: requests enter only where their `claims` can be met."""
+    L, B, K, M = cache.table.pages.shape
+    old = cache.table.lengths
+    lengths = old + tokens[None, :, None]
+    new = (pages_for(lengths, config.rows) - pages_for(old, config.rows)).reshape(-1)
+    width = L * K * min(most, most // config.rows + B)
+
+    def take(held: tuple[PagePool, jax.Array]) -> tuple[PagePool, jax.Array]:
+        pool, table = held
+        ends = jnp.cumsum(new, dtype=jnp.int32)
+        wanted = jnp.arange(width, dtype=jnp.int32)
+        head = jnp.searchsorted(ends, wanted, side="right", method="scan").astype(jnp.int32)
+        safe = jnp.minimum(head, L * B * K - 1)
+        column = pages_for(old, config.rows).reshape(-1)[safe] + wanted - (ends - new)[safe]
+        there = head < L * B * K
+        pool, page = page_pool.allocate(pool, there, step)
+        place = jnp.where(there, column, M)
+        return pool, table.reshape(-1, M).at[head, place].set(page, mode="drop").reshape(table.shape)
+
+    pool, table = when((new > 0).any(), take, (cache.pool, cache.table.pages))
+    return cache.replace(pool=pool, table=HeadTable(table, lengths))
+
+
+def release(config: CacheConfig, cache: HeadCache, lengths: jax.Array, step: jax.Array) -> HeadCache:
+    """Shortens heads to (L, B, K) int32 rows, no more than they hold, and gives back the pages that leaves empty."""
+    pages = cache.table.pages.reshape(-1, cache.table.pages.shape[-1])
+    first, last = (pages_for(x, config.rows).reshape(-1) for x in (lengths, cache.table.lengths))
+
+    def visit(pool: PagePool, head: jax.Array, column: jax.Array) -> PagePool:
+        return page_pool.release(pool, pages.at[head, column].get(mode="fill", fill_value=NOWHERE), step)
+
+    def freed(pool: PagePool) -> PagePool:
+        return for_each_page(first, last, visit, pool)
+
+    pool = when((first < last).any(), freed, cache.pool)
+    return cache.replace(pool=pool, table=cache.table.replace(lengths=lengths))
+
+
+# --- attention ----------------------------------------------------------------------------------------------
+def attend(
+    config: CacheConfig,
+    spec: KVSpec,
+    placement: Placement,
+    cache: HeadCache,
+    layer: int | jax.Array,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array | None,
+    scale: float,
+    *,
+    soft_cap: float | None,
+    sinks: jax.Array | None,
+    slopes: jax.Array | None,
+    up: jax.Array | None,
+    backend: str,
+) -> tuple[HeadCache, jax.Array]:
+    """As `kvjax.cache.attend`; every token's row is appended to each of its layer's heads."""
+    assert config.eviction is not None
+    if slopes is not None:
+        raise UserError("Rows cannot be evicted under ALiBi, whose biases count the rows between two tokens.")
+    l = layer if config.stacked else config.layers_with(spec).index(int(layer))
+    pages, lengths = (
+        jax.lax.dynamic_index_in_dim(x, l, keepdims=False) for x in (cache.table.pages, cache.table.lengths)
+    )
+    kv = _written(config, spec, placement, cache.kv, pages, lengths, k, v, backend)
+    latent = spec.value_dim if spec.latent else None
+    lanes = _lanes(spec) if config.layout == "joined" else None
+    what = AttentionSpec(scale, None, soft_cap, latent, config.layout, lanes)
+    watched = _watched(config.eviction, placement)
+    several = spec.kv_heads > 1
+    out, lse = paged_attention(
+        q, kv.k[0], kv.v[0] if kv.v else None, pages if several else pages[:, 0], lengths if several else lengths[:, 0],
+        placement.row_starts, what, sinks=None if several else sinks, up=up, scales=kv.scales[0] if kv.scales else None,
+        max_query=placement.max_query, with_lse=watched is not None or (several and sinks is not None), backend=backend,
+    )  # fmt: skip
+    if several and sinks is not None:
+        assert lse is not None
+        merged, lse = merge(out[None], lse[None], sinks)
+        out = merged.astype(out.dtype)
+    if watched is not None:
+        assert lse is not None and kv.weights is not None and kv.seen is not None
+        weights, seen = add_row_weights(
+            kv.weights, kv.seen, q, lse, watched, kv.k[0], kv.v[0] if kv.v else None, pages, lengths,
+            placement.row_starts, what, _lanes(spec), scales=kv.scales[0] if kv.scales else None,
+            max_query=placement.max_query,
+        )  # fmt: skip
+        kv = kv.replace(weights=weights, seen=seen)
+    return cache.replace(kv=kv), out
+
+
+def _watched(eviction: Eviction, placement: Placement) -> jax.Array | None:
+    """(T,) bool: the tokens whose attention the policy sums up; None if it watches none."""
+    watch = eviction.policy.watch
+    if watch == "none":
+        return None
+    assert placement.cuts is not None
+    B = placement.cuts.shape[0]
+    here = placement.slots < B
+    if watch == "all":
+        return here
+    last = 1 if watch == "last" else int(watch)
+    cut = placement.cuts[jnp.minimum(placement.slots, B - 1)]
+    return here & (placement.positions >= cut - last) & (placement.positions < cut)
+
+
+def _written(
+    config: CacheConfig,
+    spec: KVSpec,
+    placement: Placement,
+    kv: HeadPages,
+    pages: jax.Array,
+    lengths: jax.Array,
+    k: jax.Array,
+    v: jax.Array | None,
+    backend: str,
+) -> HeadPages:
+    """The rows of the step's tokens in the pages of a layer's heads: pages (B, K, M), lengths (B, K)."""
+    B, K, M = pages.shape
+    T, P, R = k.shape[0], kv.positions.shape[0], config.rows
+    slot = jnp.minimum(placement.slots, B - 1)
+    back = placement.row_starts[slot + 1] - jnp.arange(T, dtype=jnp.int32)  # of the slot's tokens, from the last on
+    place = lengths[slot] - back[:, None]  # (T, K)
+    column = jnp.clip(place // R, 0, M - 1)
+    page = pages[slot[:, None], jnp.arange(K, dtype=jnp.int32)[None, :], column]
+    page = jnp.where((placement.slots < B)[:, None], page, P)
+
+    def by_head(x: jax.Array) -> jax.Array:
+        """(T, K, …) → (K·T, …): the tokens of the first head, of the second, …"""
+        return x.swapaxes(0, 1).reshape(K * T, *x.shape[2:])
+
+    page, row = by_head(page), by_head(place % R)
+    scales = kv.scales
+    if spec.scales:
+        k, v, of_rows = quantize_kv(k, v, spec.storage)
+        both = jnp.stack(jnp.split(of_rows, of_rows.shape[1] // K, axis=1), axis=2)  # (T, K, 2)
+        scales = (kv.scales[0].at[page, :, row].set(by_head(both), mode="drop"),)
+    new_k, new_v = write_rows(
+        kv.k[0], kv.v[0] if kv.v else None, by_head(k)[:, None], None if v is None else by_head(v)[:, None], page, row,
+        config.layout, slots=K * B, max_query=placement.max_query, backend=backend,
+    )  # fmt: skip
+    noted: dict[str, Any] = {}
+    if kv.weights is not None and kv.seen is not None:  # a row begins anew
+        noted = {name: getattr(kv, name).at[page, row].set(0, mode="drop") for name in ("weights", "seen")}
+    positions = kv.positions.at[page, row].set(jnp.tile(placement.positions, K), mode="drop")
+    return kv.replace(k=(new_k,), v=() if new_v is None else (new_v,), scales=scales, positions=positions, **noted)
+
+
+# --- eviction -----------------------------------------------------------------------------------------------
+def evict(
+    config: CacheConfig, spec: KVSpec, cache: HeadCache, due: jax.Array, computed: jax.Array, step: jax.Array
+) -> HeadCache:
+    """Lets the slots in (B,) bool `due` keep no more rows than their budget, and gives back whole pages.
+
+    Args:
+      config: the cache's static shape.
+      spec: of the layers.
+      cache: with the rows of `computed` tokens, but for those that were evicted before.
+      due: (B,) bool.
+      computed: (B,) int32.
+      step: () int32.
+    """
+
+    def evicted(cache: HeadCache) -> HeadCache:
+        order = jnp.argsort(~due, stable=True).astype(jnp.int32)
+        count = due.sum(dtype=jnp.int32)
+        of_slot = functools.partial(_evict_slot, config, spec, pages=cache.table.pages, old=cache.table.lengths)
+
+        def visit(i: jax.Array, held: tuple[HeadPages, jax.Array]) -> tuple[HeadPages, jax.Array]:
+            return of_slot(order[i], computed[order[i]], held)
+
+        kv, lengths = jax.lax.fori_loop(0, count, visit, (cache.kv, cache.table.lengths))
+        return release(config, cache.replace(kv=kv), lengths, step)
+
+    return when(due.any(), evicted, cache)
+
+
+def _evict_slot(
+    config: CacheConfig,
+    spec: KVSpec,
+    slot: jax.Array,
+    computed: jax.Array,
+    held: tuple[HeadPages, jax.Array],
+    *,
+    pages: jax.Array,
+    old: jax.Array,
+) -> tuple[HeadPages, jax.Array]:
+    eviction = config.eviction
+    assert eviction is not None
+    L = pages.shape[0]
+    budget = jnp.broadcast_to(eviction.kept(computed), (L,))
+    if eviction.layers == "pyramid":
+        budget = pyramid(eviction.budget, computed, L, max(eviction.policy.recent, 1))
+
+    def of_layer(l: jax.Array, held: tuple[HeadPages, jax.Array]) -> tuple[HeadPages, jax.Array]:
+        kv, lengths = held
+        rows = _rows(config, spec, kv, pages[l, slot], old[l, slot], computed)
+        counts = budget[l]
+        if eviction.heads == "adakv":
+            counts = adakv(eviction.policy, rows, counts)
+        kept, counts = select(eviction.policy, rows, counts)
+        return _compacted(config, spec, kv, pages[l, slot], kept, counts), lengths.at[l, slot].set(counts)
+
+    return jax.lax.fori_loop(0, L, of_layer, held)
+
+
+def _rows(
+    config: CacheConfig, spec: KVSpec, kv: HeadPages, pages: jax.Array, lengths: jax.Array, computed: jax.Array
+) -> Rows:
+    """What a policy sees of a layer of a slot: pages (K, M), lengths (K,)."""
+    k, v = _flat(config, spec, kv, pages)
+    if kv.scales:
+        scales = _noted(jnp.moveaxis(kv.scales[0], 1, -1), pages)
+        k, v = dequantize(k, scales[..., 0]), dequantize(v, scales[..., -1])
+    weights, seen = (None if x is None else _noted(x, pages) for x in (kv.weights, kv.seen))
+    return Rows(k, v, lengths, _noted(kv.positions, pages), computed, weights, seen)
+
+
+def _flat(config: CacheConfig, spec: KVSpec, kv: HeadPages, pages: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """K (K, S, H) and V (K, S, Hv) as stored."""
+    both = read_pages(kv.k[0], kv.v[0] if kv.v else None, pages, _lanes(spec), config.layout)  # (K, M, R, 1, H)
+    k, v = (x.reshape(x.shape[0], -1, x.shape[-1]) for x in both)
+    return k, v
+
+
+def _noted(x: jax.Array, pages: jax.Array) -> jax.Array:
+    """(P, R, …) → (K, S, …)."""
+    found = x.at[pages].get(mode="clip")
+    return found.reshape(pages.shape[0], -1, *x.shape[2:])
+
+
+def _compacted(
+    config: CacheConfig, spec: KVSpec, kv: HeadPages, pages: jax.Array, kept: jax.Array, counts: jax.Array
+) -> HeadPages:
+    """The rows `kept` (K, S) moved to the front of a layer's pages (K, M); codes stay the codes that they are."""
+    K, M = pages.shape
+    R, P = config.rows, kv.positions.shape[0]
+    used = jnp.arange(M, dtype=jnp.int32)[None, :] < pages_for(counts, R)[:, None]
+    place = jnp.where(used, pages, P)
+
+    def moved(x: jax.Array) -> jax.Array:
+        """(K, S, …) → (K, M, R, …)."""
+        return gather(x, kept).reshape(K, M, R, *x.shape[2:])
+
+    def moved_note(x: jax.Array) -> jax.Array:
+        return x.at[place].set(moved(_noted(x, pages)), mode="drop")
+
+    k, v = (moved(x)[..., None, :] for x in _flat(config, spec, kv, pages))
+    new_k, new_v = write_pages(kv.k[0], kv.v[0] if kv.v else None, k, v, place, _lanes(spec), config.layout)
+    scales = tuple(
+        x.at[place].set(jnp.moveaxis(moved(_noted(jnp.moveaxis(x, 1, -1), pages)), -1, -2), mode="drop")
+        for x in kv.scales
+    )
+    noted: dict[str, Any] = {}
+    if kv.weights is not None and kv.seen is not None:
+        keeps = config.eviction is not None and config.eviction.policy.watch == "all"
+        for name in ("weights", "seen"):
+            x = getattr(kv, name)
+            noted[name] = moved_note(x) if keeps else x.at[place].set(jnp.zeros((), x.dtype), mode="drop")
+    return kv.replace(
+        k=(new_k,), v=() if new_v is None else (new_v,), scales=scales, positions=moved_note(kv.positions), **noted
+    )

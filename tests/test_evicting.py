@@ -1,0 +1,296 @@
+"""Rows evicted inside the loop: against a model that keeps plain arrays, and pages that add up after every step."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import engines
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from engines import tiny
+
+from kvjax import job, plans
+from kvjax.cache import LEDGER
+from kvjax.errors import RequestError, UserError
+from kvjax.evicting import NEVER, Eviction
+from kvjax.eviction import Budget, Policy, Rows, adakv, named, pyramid, select
+from kvjax.plans import Model, Options
+from kvjax.sampling_params import SamplingParams
+
+R = 4
+
+
+def evicting(policy: Policy, name: str = "tiny_llama", storage: str = "float32", **options) -> Model:
+    budget = Budget(**{key: options.pop(key) for key in ("rows", "share") if key in options})
+    model = tiny(name, storage=storage)
+    return dataclasses.replace(model, eviction=Eviction(policy, budget, **options))
+
+
+# --- the same, with plain arrays ------------------------------------------------------------------------------
+class Plain:
+    """One sequence: K and V of every layer and head in arrays of float32, and nothing paged."""
+
+    def __init__(self, model: Model):
+        self.model = model
+        self.rows: dict[tuple[int, int], dict[str, np.ndarray]] = {}
+        self.computed = 0
+
+    def compute(self, tokens: Sequence[int], watched: Sequence[bool]) -> np.ndarray:
+        """Appends the tokens; the logits of the last one."""
+        model, first = self.model, self.computed
+        positions = jnp.arange(first, first + len(tokens), dtype=jnp.int32)
+
+        def attend(cache, layer, q, k, v, scale, **features):
+            out = self._attend(layer, *map(np.asarray, (q, k, v)), scale, np.asarray(watched))
+            return cache, jnp.asarray(out, jnp.float32)
+
+        ids = jnp.asarray(tokens, jnp.int32)
+        _, hidden = model.family.forward(model.params, model.config, ids, positions, None, attend)
+        self.computed += len(tokens)
+        return np.asarray(model.family.unembed(model.params, model.config, hidden[-1:]))[0]
+
+    def _attend(self, layer, q, k, v, scale, watched):
+        (T, N, H), K = q.shape, k.shape[1]
+        out = np.zeros((T, N, v.shape[2]))
+        for head in range(K):
+            old = self.rows.setdefault((layer, head), {
+                "k": np.zeros((0, H)), "v": np.zeros((0, v.shape[2])), "positions": np.zeros(0, np.int32),
+                "weights": np.zeros(0), "seen": np.zeros(0, np.int32),
+            })  # fmt: skip
+            held = len(old["k"])
+            zeros = np.zeros(T)
+            new = {"k": k[:, head], "v": v[:, head], "positions": self.computed + np.arange(T), "weights": zeros,
+                   "seen": zeros.astype(np.int32)}  # fmt: skip
+            rows = {name: np.concatenate([old[name], new[name]]) for name in old}
+            causal = np.arange(held + T)[None, :] <= held + np.arange(T)[:, None]
+            for n in range(head * N // K, (head + 1) * N // K):
+                scores = np.where(causal, q[:, n].astype(np.float64) @ rows["k"].T.astype(np.float64) * scale, -np.inf)
+                p = np.exp(scores - scores.max(axis=1, keepdims=True))
+                p /= p.sum(axis=1, keepdims=True)
+                out[:, n] = p @ rows["v"]
+                rows["weights"] = rows["weights"] + p[watched].sum(axis=0) * K / N
+            rows["seen"] = rows["seen"] + causal[watched].sum(axis=0, dtype=np.int32)
+            self.rows[layer, head] = rows
+        return out
+
+    def evict(self) -> None:
+        what = self.model.eviction
+        assert what is not None
+        layers = max(layer for layer, _ in self.rows) + 1
+        heads = len(self.rows) // layers
+        counts = np.full(layers, int(what.budget.count(self.computed)))
+        if what.layers == "pyramid":
+            counts = np.asarray(pyramid(what.budget, self.computed, layers, max(what.policy.recent, 1)))
+        for layer in range(layers):
+            mine = [self.rows[layer, head] for head in range(heads)]
+            longest = max(len(rows["k"]) for rows in mine)
+
+            def padded(name, mine=mine, longest=longest):
+                arrays = [np.pad(x := rows[name], [(0, longest - len(x))] + [(0, 0)] * (x.ndim - 1)) for rows in mine]
+                stacked = np.stack(arrays)
+                return jnp.asarray(stacked, jnp.int32 if name in ("positions", "seen") else jnp.float32)
+
+            lengths = jnp.asarray([len(rows["k"]) for rows in mine], jnp.int32)
+            seen = Rows(padded("k"), padded("v"), lengths, padded("positions"), jnp.int32(self.computed),
+                        padded("weights"), padded("seen"))  # fmt: skip
+            count = jnp.int32(counts[layer])
+            if what.heads == "adakv":
+                count = adakv(what.policy, seen, count)
+            kept, count = map(np.asarray, select(what.policy, seen, count))
+            for head, rows in enumerate(mine):
+                places = kept[head, : count[head]]
+                rows |= {name: x[places] for name, x in rows.items()}
+                if what.policy.watch != "all":
+                    rows["weights"][:], rows["seen"][:] = 0, 0
+
+
+def cut_after(what: Eviction, prompt: int, computed: int) -> int:
+    return int(what.next_cut(jnp.asarray([prompt], jnp.int32), jnp.asarray([computed], jnp.int32))[0])
+
+
+def expected(model: Model, prompt: Sequence[int], new: int) -> list[int]:
+    """Greedy tokens of one sequence, its rows evicted as the engine says it does."""
+    what, plain, tokens = model.eviction, Plain(model), list(prompt)
+    assert what is not None
+    watch = what.policy.watch
+    while True:
+        stop = min(len(tokens), cut := cut_after(what, len(prompt), plain.computed))
+        last = 1 if watch == "last" else watch if isinstance(watch, int) else 0
+        positions = range(plain.computed, stop)
+        watched = [watch == "all" or cut - last <= i < cut for i in positions]
+        logits = plain.compute(tokens[plain.computed : stop], watched)
+        if plain.computed == len(tokens):
+            tokens.append(int(logits.argmax()))
+        if plain.computed == cut:
+            plain.evict()
+        if len(tokens) == len(prompt) + new:
+            return tokens[len(prompt) :]
+
+
+PROMPTS = [[(7 * i * i + 3 * seed) % 60 + 1 for i in range(count)] for seed, count in enumerate((23, 9, 31, 16, 5))]
+SOME = SamplingParams(max_new_tokens=12)
+CASES: dict[str, tuple[Policy, dict[str, Any]]] = {
+    "window": (named("window"), {"rows": 8, "every": 4}),
+    "streaming": (named("streaming", sinks=2), {"rows": 9, "every": 3}),
+    "truncate": (named("truncate"), {"share": 0.5}),
+    "knorm": (named("knorm", sinks=1, recent=2), {"share": 0.4, "every": 5}),
+    "keydiff": (named("keydiff"), {"rows": 7, "every": 4}),
+    "h2o": (named("h2o"), {"rows": 10, "every": 4}),
+    "tova": (named("tova"), {"rows": 8, "every": 1}),
+    "observed": (named("observed"), {"share": 0.5, "every": 8}),
+    "snapkv": (named("snapkv", window=4), {"share": 0.5}),
+    "snapkv, adakv": (named("snapkv", window=4), {"share": 0.5, "heads": "adakv"}),
+    "h2o, pyramid": (named("h2o", recent=1), {"share": 0.5, "layers": "pyramid", "every": 6}),
+    "knorm, pyramid, adakv": (named("knorm"), {"share": 0.5, "layers": "pyramid", "heads": "adakv"}),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_tokens_are_those_of_plain_arrays(name):
+    """Several prompts at once, in slots that others had before, with chunks that end anywhere."""
+    policy, options = CASES[name]
+    model = evicting(policy, **options)
+    found = engines.tokens(model, PROMPTS, SOME, rows=R, slots=2, packed=16)
+    assert found == [expected(model, prompt, 12) for prompt in PROMPTS]
+
+
+# --- pages ------------------------------------------------------------------------------------------------------
+def check(config, state) -> int:
+    """Tables, owners and free pages agree; how many pages are in use."""
+    state = jax.device_get(state)
+    assert config.groups == (LEDGER,) and state.cache.groups[0].kv.k == ()
+    (group,) = state.cache.by_head
+    pages, lengths, pool = group.table.pages, group.table.lengths, group.pool
+    owned = [
+        int(pages[layer, slot, head, column])
+        for layer, slot, head in np.ndindex(lengths.shape)
+        for column in range(-(-int(lengths[layer, slot, head]) // config.rows))
+    ]
+    assert len(owned) == len(set(owned))
+    refs = np.zeros(pool.refs.shape, int)
+    refs[owned] = 1
+    assert pool.refs.tolist() == refs.tolist()
+    assert sorted(pool.free[: pool.height].tolist()) == np.flatnonzero(refs == 0).tolist()
+    idle = np.asarray(state.slots.request) >= state.requests.status.shape[0]
+    assert (lengths[:, idle] == 0).all()
+    return len(owned)
+
+
+class OneStep(contextlib.nullcontext):
+    """A pace of one step a segment."""
+
+    steps, step = 1, 0
+
+
+def stepwise(model: Model, prompts, params, **options):
+    """Runs a job a step at a time: outputs, and pages in use after every step."""
+    shapes = Options(**{"rows": R, "slots": 2, "packed": 16, **options})
+    running = job.Job(model, shapes)
+    requests = engines.requests(prompts, params)
+    for request in requests:
+        running.add(request)
+    used, done = [], dict[int, list[int]]()
+    running._pace = type(
+        "Step", (), {"steps": 1, "step": 0, "__enter__": lambda s: s, "__exit__": lambda s, *_: None}
+    )()
+    while running.unfinished:
+        done |= {output.request.index: list(output.tokens) for output in running.advance().finished}
+        assert running.plan is not None
+        used.append(check(running.plan.cache, running.state))
+    return [done[request.index] for request in requests], used
+
+
+def test_a_prompt_gives_back_pages_when_it_is_compressed():
+    """Half the rows of 32 tokens in pages of 4: 8 pages a head before, 4 after; K and V are gone, not masked."""
+    model = evicting(named("knorm"), share=0.5)
+    prompt = [i % 50 + 1 for i in range(32)]
+    found, used = stepwise(model, [prompt], SamplingParams(max_new_tokens=4), packed=32)
+    spec = model.family.kv_specs(model.config, "float32")
+    heads = sum(s.kv_heads for s in spec)
+    assert used[0] == 4 * heads
+    assert used[-1] == 0
+    assert found == [expected(model, prompt, 4)]
+
+
+def test_a_long_output_stays_within_its_budget():
+    model = evicting(named("streaming", sinks=2), rows=10, every=4)
+    found, used = stepwise(model, [[1, 2, 3]], SamplingParams(max_new_tokens=60))
+    heads = sum(spec.kv_heads for spec in model.family.kv_specs(model.config, "float32"))
+    assert max(used) == 4 * heads  # 14 rows
+    assert found == [expected(model, [1, 2, 3], 60)]
+
+
+def test_pages_add_up_whatever_happens():
+    rng = random.Random(0)
+    model = evicting(named("snapkv", window=4), share=0.5, heads="adakv")
+    prompts = [[rng.randrange(1, 60) for _ in range(rng.randint(1, 40))] for _ in range(12)]
+    params = [SamplingParams(max_new_tokens=rng.randint(1, 20)) for _ in prompts]
+    found, used = stepwise(model, prompts, params, slots=4)
+    assert used[-1] == 0
+    assert found == [expected(model, prompt, p.max_new_tokens) for prompt, p in zip(prompts, params, strict=True)]
+
+
+def test_little_memory_gives_the_same_tokens():
+    """Requests enter as what they may come to hold fits; the same tokens, one after another if need be."""
+    model = evicting(named("h2o"), rows=10, every=4)
+    config = plans.cache_config(model, 2, 64, Options(rows=R, slots=2), 16)
+    assert config.head_pages is not None
+    one = config.kv_bytes // config.head_pages[0]
+    heads = sum(spec.kv_heads for spec in config.specs)
+    found, used = stepwise(model, PROMPTS, SOME, kv_bytes=one * 9 * heads)
+    assert max(used) <= 9 * heads
+    assert found == [expected(model, prompt, 12) for prompt in PROMPTS]
+
+
+def test_codes_stay_the_codes_that_they_are():
+    """int8 rows are moved with their scales, and never quantized again."""
+    model = evicting(named("window"), storage="int8", rows=8, every=4)
+    found, _ = stepwise(model, PROMPTS[:2], SOME)
+    again = dataclasses.replace(model, eviction=Eviction(named("streaming", sinks=0), Budget(rows=8), every=4))
+    assert found == stepwise(again, PROMPTS[:2], SOME)[0]
+    whole = dataclasses.replace(model, eviction=Eviction(named("window"), Budget(rows=64)))
+    exact = engines.tokens(tiny("tiny_llama", storage="int8"), PROMPTS[:2], SOME)
+    assert stepwise(whole, PROMPTS[:2], SOME)[0] == exact != found
+
+
+# --- what cannot be ---------------------------------------------------------------------------------------------
+def test_a_budget_that_is_never_reached_changes_nothing():
+    model = evicting(named("h2o"), rows=64)
+    assert engines.tokens(model, PROMPTS, SOME) == engines.tokens(tiny("tiny_llama"), PROMPTS, SOME)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "computed", "rows", "share", "cut"),
+    [
+        (20, 0, 8, None, 20), (20, 12, 8, None, 20), (20, 20, 8, None, 24), (20, 23, 8, None, 24),
+        (20, 24, 8, None, 28), (5, 0, 8, None, 12), (5, 11, 8, None, 12), (5, 12, 8, None, 16),
+        (20, 3, None, 0.5, 20), (1, 0, None, 1.0, 5),
+    ],
+)  # fmt: skip
+def test_when_rows_go(prompt, computed, rows, share, cut):
+    what = Eviction(named("window"), Budget(rows, share), every=4)
+    assert cut_after(what, prompt, computed) == cut
+    once = Eviction(named("snapkv", window=2), Budget(rows, share), every=4)
+    wanted = cut if cut == prompt else NEVER
+    assert cut_after(once, prompt, computed) == wanted
+
+
+def test_says_what_it_cannot_do():
+    for wrong, said in (
+        ({"policy": named("none")}, "evicts nothing"),
+        ({"every": 0}, "every 0 tokens"),
+        ({"layers": "cone"}, "layers are 'cone'"),
+        ({"policy": named("streaming"), "heads": "adakv"}, "keeps the same rows in all"),
+        ({"policy": named("expected_attention", frequencies=(1.0,))}, "moments of queries"),
+    ):
+        with pytest.raises(UserError, match=said):
+            Eviction(**{"policy": named("knorm"), "budget": Budget(rows=8), **wrong})  # type: ignore[arg-type]
+    model = evicting(named("knorm"), rows=8)
+    with pytest.raises(RequestError, match=r"^Beams and embeddings do not evict"):
+        plans.cache_config(model, 2, 64, Options())
