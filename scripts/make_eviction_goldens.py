@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import functools
 import math
 import pathlib
 from collections.abc import Callable, Iterator
@@ -59,9 +60,11 @@ PRESSES: dict[str, Callable[[float], Any]] = {
     "pyramid": lambda ratio: kvpress.PyramidKVPress(ratio, window_size=WINDOW, kernel_size=5),
 }
 HEADWISE: dict[str, Callable[[float], Any]] = {
-    "adakv_snapkv": lambda ratio: kvpress.AdaKVPress(PRESSES["snapkv"](ratio)),
-    "adakv_knorm": lambda ratio: kvpress.AdaKVPress(kvpress.KnormPress(ratio)),
-    "adakv_expected_attention": lambda ratio: kvpress.AdaKVPress(kvpress.ExpectedAttentionPress(ratio)),
+    f"adakv_{floor}_{name}": functools.partial(
+        lambda name, floor, ratio: kvpress.AdaKVPress(PRESSES[name](ratio), floor), name, floor
+    )
+    for name in ("snapkv", "knorm", "expected_attention")
+    for floor in (0.2, 0.9)  # with the usual 0.2, no head of this model falls to it
 }
 
 

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from kvjax import eviction
@@ -82,6 +82,7 @@ POLICIES = {
 
 
 select = jax.jit(eviction.select, static_argnums=0, static_argnames="most")
+scored = jax.jit(eviction.scored, static_argnums=0)
 masked = jax.jit(eviction.kept_mask, static_argnums=0)
 rerotate = jax.jit(eviction.rerotate, static_argnums=(2, 3))
 pyramid = jax.jit(eviction.pyramid, static_argnums=(0, 2, 3, 4))
@@ -119,16 +120,17 @@ def test_pyramid_counts_are_those_of_kvpress():
         np.testing.assert_allclose(counts, expected[:layers], atol=1 if n > 4096 else 0, rtol=0, err_msg=f"{n} {ratio}")
 
 
+@pytest.mark.parametrize("floor", [0.2, 0.9])
 @pytest.mark.parametrize("name", ["snapkv", "knorm", "expected_attention"])
-def test_adakv_keeps_the_rows_of_kvpress(name):
+def test_adakv_keeps_the_rows_of_kvpress(name, floor):
     policy = POLICIES[name]
     for layer in range(LAYERS):
         rows = golden_rows(policy, layer)
         for ratio in RATIOS:
             count = Budget(share=1 - ratio).count(S)
-            counts = divided(policy, rows, count)
+            counts = divided(policy, rows, count, floor)
             mask = masked(policy, rows, counts)
-            expected = np.unpackbits(GOLDEN[f"adakv_{name}/{ratio}/{layer}"], axis=1)[:, :S]
+            expected = np.unpackbits(GOLDEN[f"adakv_{floor}_{name}/{ratio}/{layer}"], axis=1)[:, :S]
             assert int(counts.sum()) == K * int(count)
             np.testing.assert_array_equal(mask, expected.astype(bool), err_msg=f"{ratio} {layer}")
 
@@ -199,14 +201,21 @@ EVERY = {name: eviction.named(name) for name in eviction.POLICIES if name != "ex
 }
 
 
-def random_rows(seed: int, lengths: tuple[int, int], coarse: bool = False, behind: float | None = None) -> Rows:
-    """Random rows; of few different values where `coarse`, so that scores are often equal. `behind`: the lengths."""
+def random_rows(
+    seed: int, lengths: tuple[int, int], coarse: bool = False, behind: float | None = None, unequal: bool = False
+) -> Rows:
+    """Random rows; of few different values where `coarse`, so that scores are often equal.
+
+    Behind the lengths they are `behind`. Heads are `unequal` where one has much larger numbers.
+    """
     rng = np.random.default_rng(seed)
 
     def draw(*shape: int) -> np.ndarray:
         return (rng.integers(-1, 2, shape) if coarse else rng.standard_normal(shape)).astype(np.float32)
 
     keys, values, weights = (draw(HEADS, CAPACITY, *rest) for rest in ((DIMS,), (DIMS,), ()))
+    for x in (keys, values, weights):
+        x[0] *= 9 if unequal else 1
     seen = rng.integers(1, 9, (HEADS, CAPACITY)).astype(np.int32)
     spread = draw(4, DIMS, 9)
     moments = eviction.Moments(jnp.int32(9), jnp.asarray(draw(4, DIMS)), jnp.asarray(spread @ spread.swapaxes(1, 2)))
@@ -272,18 +281,32 @@ def test_what_select_promises(name, first, second, count, other, coarse, seed):
 @given(
     st.sampled_from([name for name, policy in EVERY.items() if policy.score and not policy.together]),
     *(LENGTH, LENGTH, LENGTH),
-    st.sampled_from([0.0, 0.2]),
+    st.sampled_from([0.0, 0.7]),
     st.booleans(),
     st.integers(0, 99),
 )
+@example("knorm", 24, 24, 10, 0.7, False, 3)  # without the floor, all 20 rows would be one head's
+@example("h2o", 20, 24, 10, 0.7, True, 3)
 def test_what_adakv_promises(name, first, second, count, floor, coarse, seed):
     policy, lengths = EVERY[name], (first, second)
-    counts = divided(policy, random_rows(seed, lengths, coarse), jnp.int32(count), floor)
-    assert int(counts.sum()) == min(HEADS * count, sum(lengths))
+    rows = random_rows(seed, lengths, coarse, unequal=True)
+    counts = divided(policy, rows, jnp.int32(count), floor).tolist()
+    found = np.asarray(scored(policy, rows))
+    kept, free = [], []
     for head, length in enumerate(lengths):
-        assert min(int(count * floor), length) <= int(counts[head]) <= length
-    poisoned = random_rows(seed, lengths, coarse, behind=np.nan)
-    np.testing.assert_array_equal(divided(policy, poisoned, jnp.int32(count), floor), counts)
+        n = min(count, length)
+        sinks = min(policy.sinks, n)
+        recent = min(max(policy.recent, int(n * policy.recent_share)), n - sinks)
+        must = {*range(sinks), *range(length - recent, length)}
+        rest = sorted(set(range(length)) - must, key=lambda row: (-found[head, row], row))
+        safe = max(0, min(count * round(10 * floor) // 10, length) - len(must))
+        kept.append(len(must) + safe)
+        free += [(-found[head, row], head, row) for row in rest[safe:]]
+    for _, head, _ in sorted(free)[: min(HEADS * count, sum(lengths)) - sum(kept)]:
+        kept[head] += 1
+    assert counts == kept and sum(counts) == min(HEADS * count, sum(lengths))
+    poisoned = random_rows(seed, lengths, coarse, behind=np.nan, unequal=True)
+    assert divided(policy, poisoned, jnp.int32(count), floor).tolist() == counts
 
 
 @settings(max_examples=50, deadline=None)
@@ -304,6 +327,9 @@ def test_gather_compacts_and_fills_with_zeros():
     assert compact.shape == (HEADS, 8, DIMS)
     np.testing.assert_array_equal(compact[1, :3], rows.keys[1, kept[1, :3]])
     np.testing.assert_array_equal(compact[1, 3:], 0)
+    fewer, counts = select(EVERY["knorm"], poisoned, jnp.asarray([7, 3]), most=5)  # no more than there is room for
+    assert counts.tolist() == [5, 3] and fewer.shape == (HEADS, 5)
+    np.testing.assert_array_equal(fewer, select(EVERY["knorm"], poisoned, jnp.asarray([5, 3]), most=5)[0])
 
 
 # --- counts, moments, positions -------------------------------------------------------------------------------------

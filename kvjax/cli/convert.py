@@ -1,4 +1,4 @@
-"""`kvjax convert`: any checkpoint to Orbax."""
+"""`kvjax convert`: any checkpoint to Orbax, with fewer kv heads where asked."""
 
 from __future__ import annotations
 
@@ -18,17 +18,23 @@ if TYPE_CHECKING:
 def convert(
     source: Annotated[str, typer.Argument(metavar="SRC", help="Model, as for generate")],
     target: Annotated[str, typer.Argument(metavar="DST", help="Folder to make, or gs://… address")],
+    kv_heads: Annotated[
+        int | None, typer.Option(help="Pool the heads of k and v to so many, by the mean (GQA, MQA); for experiments")
+    ] = None,
 ) -> None:
     """Write a checkpoint in Orbax's format, which loads fastest and can lie in a bucket."""
     import_engine()
+    from kvjax.checkpoints.grouped import pooled_heads
     from kvjax.checkpoints.orbax import save
     from kvjax.checkpoints.resolve import open_checkpoint
     from kvjax.models import FAMILIES, family_of
 
     with open_checkpoint(source, FAMILIES) as opened:
-        family_of(opened.config).config(opened.config, None)  # refuse now what could not be loaded afterwards
+        family = family_of(opened.config)
+        family.config(opened.config, None)  # refuse now what could not be loaded afterwards
+        converted = opened if kv_heads is None else pooled_heads(opened, family, kv_heads)
         with _shown_progress(len(opened.names())) as advance:
-            save(_watched(opened, advance), target)
+            save(_watched(converted, advance), target)
     print(f"{target}: {len(opened.names())} tensors", file=sys.stderr)
 
 

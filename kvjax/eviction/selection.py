@@ -19,8 +19,8 @@ def select(policy: Policy, rows: Rows, count: jax.Array, most: int | None = None
     Args:
       policy: what decides.
       rows: of one layer and slot.
-      count: (K,) or () int32 rows to keep of each head; heads that hold no more keep all of theirs.
-      most: columns of the result, S by default; no count may be more.
+      count: (K,) or () int32 rows to keep of each head, `most` at most; heads that hold no more keep all of theirs.
+      most: columns of the result, S by default. A policy that never evicts needs room for all rows held.
 
     Returns:
       kept (K, most) int32: places in the S rows, ascending, S where padded; and how many (K,) int32.
@@ -28,17 +28,18 @@ def select(policy: Policy, rows: Rows, count: jax.Array, most: int | None = None
     Raises:
       ValueError: `rows` lacks what the policy reads, or it keeps heads together and `count` is one for each.
     """
-    if policy.together and count.ndim:
+    if policy.together and jnp.ndim(count):
         raise ValueError(f"Eviction policy {policy.name!r} keeps heads together: give one count for all of them.")
-    mask = kept_mask(policy, rows, count)
-    return places(mask, mask.shape[1] if most is None else most), jnp.sum(mask, axis=1, dtype=jnp.int32)
+    most = rows.keys.shape[1] if most is None else most
+    mask = kept_mask(policy, rows, jnp.minimum(count, most))
+    return places(mask, most), jnp.sum(mask, axis=1, dtype=jnp.int32)
 
 
 def kept_mask(policy: Policy, rows: Rows, count: jax.Array) -> jax.Array:
     """The same as (K, S) bool."""
     if policy.score is None:
         return rows.held
-    count = jnp.minimum(jnp.broadcast_to(count, rows.lengths.shape), rows.lengths)
+    count = jnp.minimum(jnp.broadcast_to(jnp.int32(count), rows.lengths.shape), rows.lengths)
     forced = must_stay(policy, rows, count)
     left = count - jnp.sum(forced, axis=1, dtype=jnp.int32)
     return forced | highest(scored(policy, rows), rows.held & ~forced, left)
