@@ -45,3 +45,15 @@ def _release_programs():
     yield
     jax.clear_caches()
     gc.collect()
+
+
+LONG = (
+    "test_smollm2", "test_program", "test_scale", "test_processes", "test_engine", "test_tpu_kernels", "test_mesh",
+    "test_scheduler", "test_evicting", "test_docs", "test_cli", "test_beam", "test_snapshots", "test_families",
+)  # fmt: skip
+"""Files that take minutes, the longest first: whoever gets one last keeps the other processes waiting."""
+
+
+def pytest_collection_modifyitems(items):
+    order = {name: place for place, name in enumerate(LONG)}
+    items.sort(key=lambda item: order.get(item.path.stem, len(LONG)))
