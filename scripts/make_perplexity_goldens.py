@@ -24,7 +24,7 @@ import transformers
 
 TINY = ("tiny_llama", "tiny_mistral")
 TOKENS = 200
-SPANS = ((64, 24), (64, 64), (128, 100), (256, 256))
+SPANS = ((64, 24), (64, 64), (128, 100))
 PROSE = make_goldens.ROOT / "kvjax" / "evaluation" / "prose.txt"
 PROSE_SPAN = (1024, 512)
 
