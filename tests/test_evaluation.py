@@ -3,7 +3,9 @@
 import dataclasses
 import json
 import math
+import pathlib
 import sys
+from typing import Any
 
 import golden_models
 import jax
@@ -168,13 +170,14 @@ def test_after_every_chunk_without_a_place():
 
 def test_what_cannot_be_scored():
     model = tiny("tiny_llama")
-    for texts, how, word in (
+    cases: list[tuple[list[list[int]], dict[str, Any], str]] = [
         ([[5]], {}, "Text 0 has 1 tokens"),
         ([[5] * 257], {}, "context's 256"),
         ([[5] * 9], {"chunk": 0}, "chunk is 0"),
         ([[5] * 9], {"options": Options(rows=8, kv_bytes=7000)}, "raise kv_bytes"),
         ([[5] * 9], {"compress_at": 0}, "compress_at is 0"),
-    ):
+    ]
+    for texts, how, word in cases:
         with pytest.raises(RequestError, match=word):
             scoring.logprobs(model, texts, **{"options": PAGES, **how})
     assert scoring.logprobs(model, []).logprobs == ()
@@ -187,8 +190,8 @@ def test_what_cannot_be_scored():
 def test_perplexity_is_that_of_transformers(name):
     ids, model = GOLDEN[name]["ids"], tiny(name)
     for row in GOLDEN[name]["found"][: 3 if name == "tiny_llama" else 2]:
-        span = {"window": row["window"], "stride": row["stride"]}
-        found = perplexity.perplexity(model, ids, PAGES, **span, chunk=32, slots=2)
+        window, stride = row["window"], row["stride"]
+        found = perplexity.perplexity(model, ids, PAGES, window=window, stride=stride, chunk=32, slots=2)
         assert found.tokens == row["tokens"]
         assert found.nats == pytest.approx(row["nats"], rel=1e-5)
         assert found.perplexity == pytest.approx(math.exp(row["nats"]), rel=1e-4)
@@ -197,11 +200,21 @@ def test_perplexity_is_that_of_transformers(name):
         assert found.bits_per_byte == pytest.approx(row["nats"] / math.log(2), rel=1e-5)
 
 
+@pytest.mark.slow
+def test_the_default_model_on_the_shipped_text():
+    golden = GOLDEN["smollm2"]
+    loaded, (row,) = kvjax.load(layers="scanned"), golden["found"]
+    ids = loaded.tokenizer.encode((pathlib.Path(scoring.__file__).parent / "prose.txt").read_text(encoding="utf-8"))
+    assert len(ids) == golden["tokens"]
+    found = perplexity.perplexity(loaded.model, ids, window=row["window"], stride=row["stride"])
+    assert found.tokens == row["tokens"] and found.nats == pytest.approx(row["nats"], rel=2e-5)
+
+
 @given(st.integers(2, 300), st.integers(2, 64), st.data())
 @settings(deadline=None)
 def test_windows_count_each_token_once_with_enough_before_it(tokens, window, data):
     stride = data.draw(st.integers(1, window - 1))
-    counted = []
+    counted: list[int] = []
     for begin, end, first in perplexity.windows(tokens, window, stride):
         assert 0 < end - begin <= window
         counted += range(first, end)
@@ -215,11 +228,12 @@ def test_windows_side_by_side_leave_out_their_first_tokens():
 
 def test_what_has_no_perplexity():
     model = tiny("tiny_llama")
-    for ids, span, word in (
+    cases: list[tuple[list[int], dict[str, Any], str]] = [
         ([1], {"window": 8}, "1 tokens"),
         ([1, 2], {"window": 300}, "2 to 256"),
         ([1, 2], {"window": 8, "stride": 9}, "1 to 8"),
-    ):
+    ]
+    for ids, span, word in cases:
         with pytest.raises(RequestError, match=word):
             perplexity.perplexity(model, ids, **{"stride": 4, **span})
 
