@@ -176,6 +176,7 @@ def test_what_cannot_be_scored():
         ([[5] * 9], {"chunk": 0}, "chunk is 0"),
         ([[5] * 9], {"options": Options(rows=8, kv_bytes=7000)}, "raise kv_bytes"),
         ([[5] * 9], {"compress_at": 0}, "compress_at is 0"),
+        ([[5] * 9, [5] * 8], {"compress_at": 10}, "no text has so many"),
     ]
     for texts, how, word in cases:
         with pytest.raises(RequestError, match=word):
@@ -380,6 +381,8 @@ def test_variants_that_there_are_not(llm):
             variants.measure(llm, [variant], text=[1, 2, 3])
     with pytest.raises(RequestError, match="nothing to measure"):
         variants.measure(llm, [variants.Variant("int8")])
+    with pytest.raises(RequestError, match="no variants"):
+        variants.measure(llm, [], text=[1, 2, 3])
     with pytest.raises(RequestError, match="exceed the context of 2048"):
         variants.measure(llm, [variants.Variant("int8")], grid=variants.Grid(("needle",), (2048,)))
 

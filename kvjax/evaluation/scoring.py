@@ -146,7 +146,8 @@ def logprobs(
         `after` comes more often.
       slots: texts that are computed together.
       after: applied to the cache after each chunk, or with `compress_at` once.
-      compress_at: tokens of a text after which `after` is applied, the only time; a chunk ends there.
+      compress_at: tokens of a text after which `after` is applied, the only time; a chunk ends there. A text that has
+        fewer is scored as it is, or its rows are compressed behind its end, which changes nothing of its scores.
 
     Raises:
       RequestError: a text that is too short, or too long for the context; a model on a mesh; too few `kv_bytes`.
@@ -190,6 +191,8 @@ def _check(model: Model, texts: Sequence[Sequence[int]], chunk: int, slots: int,
                 f"Text {i} has {len(text)} tokens, and 2 to the context's {model.config.context} can be scored: "
                 "give a longer text, or cut it."
             )
+    if texts and compress_at is not None and compress_at > max(map(len, texts)):
+        raise RequestError(f"compress_at is {compress_at}, and no text has so many tokens: give a smaller one.")
 
 
 def _page_bytes(config: CacheConfig) -> tuple[np.ndarray, int]:

@@ -188,6 +188,8 @@ def measure(
     """
     if not len(text) and (grid is None or not grid.kinds or not grid.lengths):
         raise RequestError("There is nothing to measure: give a text, or tasks with lengths.")
+    if not variants:
+        raise RequestError("There are no variants to measure: give at least one.")
     for variant in variants:
         variant.check()
     on_start("making tasks")
