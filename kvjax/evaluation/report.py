@@ -101,8 +101,10 @@ def plot(results: Sequence[Result], path: str | os.PathLike[str]) -> None:
         for result, x, y in zip(results, sizes, values, strict=True):
             axis.annotate(result.variant.name, (x, y), xytext=(5, 5), textcoords="offset points", fontsize=8)
         axis.set(xlabel="K and V, KiB a token", ylabel=label)
-        axis.set_xlim(left=0)
         axis.margins(x=0.15, y=0.15)
+        axis.set_xlim(0, 1.3 * max(sizes))
+        if label.endswith("%"):
+            axis.set_ylim(0, 105)
         axis.grid(alpha=0.3)
     _save(figure, path)
 

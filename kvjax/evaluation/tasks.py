@@ -211,7 +211,7 @@ def _variables(dice: Dice, depth: float) -> _Draft:
         kind="variables",
         context="The text below sets some variables, each in a line such as VAR X = 1. Remember their values.",
         question=f"Which three variables have the value {number}, some of them by way of others?",
-        start=f"The three variables with the value {number} are",
+        start=f"The three variables with the value {number} are VAR",
         answers=tuple(names),
         room=32,
     )
@@ -226,8 +226,8 @@ def _words(dice: Dice, depth: float) -> _Draft:
     seed = dice.below(2**30)
 
     def units(count: int) -> list[str]:
-        """An eighth of the places for each common word; the others in turn."""
-        listed = [word for word in common for _ in range(count // 8)]
+        """A quarter of the places for each common word: with an eighth, small models find none. The others in turn."""
+        listed = [word for word in common for _ in range(count // 4)]
         listed += [rare[i % len(rare)] for i in range(count - len(listed))]
         return Dice(seed).sample(listed, count)
 
