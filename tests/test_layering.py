@@ -9,7 +9,10 @@ import sys
 import pytest
 
 ROOT = pathlib.Path(__file__).parent.parent
-FACADE = ("kvjax.llm", "kvjax.async_llm", "kvjax.embedding", "kvjax.cli", "kvjax.batch", "kvjax.__main__")
+FACADE = (
+    *("kvjax.llm", "kvjax.async_llm", "kvjax.embedding", "kvjax.evaluation", "kvjax.cli", "kvjax.batch"),
+    "kvjax.__main__",
+)
 """Modules of kvjax that stand above the families."""
 
 

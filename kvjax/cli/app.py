@@ -14,6 +14,7 @@ from kvjax.cli.batch import batch
 from kvjax.cli.chat import chat
 from kvjax.cli.convert import convert
 from kvjax.cli.embed import embed
+from kvjax.cli.evaluate import evaluate
 from kvjax.cli.generate import generate
 from kvjax.cli.info import info
 from kvjax.cli.interrupts import INTERRUPTED
@@ -65,6 +66,7 @@ app = typer.Typer(
 )
 for command in (generate, chat, batch, embed, info, plan, convert):
     app.command()(command)
+app.command("eval")(evaluate)  # which is a name that Python has
 
 
 @app.callback(invoke_without_command=True)

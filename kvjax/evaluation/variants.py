@@ -1,0 +1,228 @@
+"""Ways to keep fewer bytes of K and V, measured alike: perplexity of a text, answers to tasks, bytes a token."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Sequence
+
+from kvjax import plans
+from kvjax.errors import RequestError
+from kvjax.evaluation import answering, scoring, tasks
+from kvjax.evaluation.perplexity import Perplexity, perplexity
+from kvjax.evaluation.tasks import Task
+from kvjax.llm import CODES, LLM
+
+Place = tuple[str, int, float | None]
+"""(kind, length, depth)."""
+
+STORAGES = ("float32", "bfloat16", "float16", *CODES)
+
+
+@dataclasses.dataclass(frozen=True)
+class Variant:
+    """One way to keep K and V.
+
+    Attributes:
+      kv: dtype name of the stored rows.
+      policy: which rows are evicted; "none" keeps all.
+      budget: the share of the rows that is kept.
+    """
+
+    kv: str
+    policy: str = "none"
+    budget: float = 1.0
+
+    @property
+    def name(self) -> str:
+        return self.kv if self.policy == "none" else f"{self.kv} {self.policy} {self.budget:g}"
+
+    def check(self) -> None:
+        """Raises RequestError for what there is not."""
+        if self.kv not in STORAGES:
+            raise RequestError(f"There is no KV storage {self.kv!r}: give some of {', '.join(STORAGES)}.")
+        if self.policy != "none" or self.budget != 1.0:
+            raise RequestError(f"There is no eviction policy {self.policy!r}: give 'none', with a budget of 1.")
+
+    def of(self, llm: LLM) -> LLM:
+        """The model with K and V kept so; parameters are shared."""
+        self.check()
+        return LLM(dataclasses.replace(llm.model, storage=self.kv), llm.tokenizer, llm.options, llm.description)
+
+
+@dataclasses.dataclass(frozen=True)
+class Cell:
+    """One kind of task at one length, and one depth where it has one.
+
+    Attributes:
+      kind: of the tasks.
+      length: tokens of their prompts, at most.
+      depth: of the fact in the context; None where depths are drawn.
+      score: 0 to 1, mean of `tasks.recall`.
+      samples: tasks.
+      texts: the answers.
+      bytes_per_token: of K and V: the pages that prompt and answer fill, as the cache allocates them, over their
+        tokens.
+    """
+
+    kind: str
+    length: int
+    depth: float | None
+    score: float
+    samples: int
+    texts: tuple[str, ...]
+    bytes_per_token: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """What was measured of a variant.
+
+    Attributes:
+      variant: which.
+      perplexity: of the text, or None.
+      cells: of the tasks.
+      row_bytes: bytes that the cache allocates for K and V of a token in all layers, scales included.
+    """
+
+    variant: Variant
+    perplexity: Perplexity | None
+    cells: tuple[Cell, ...]
+    row_bytes: float
+
+    @property
+    def bytes_per_token(self) -> float:
+        """Bytes of the pages in use over the tokens in them: of the text if there is one, else of the tasks."""
+        if self.perplexity is not None:
+            return self.perplexity.scores.bytes_per_token
+        return sum(c.bytes_per_token * c.samples for c in self.cells) / sum(c.samples for c in self.cells)
+
+    def score(self, kind: str | None = None, length: int | None = None) -> float | None:
+        """Mean score of the tasks, of all kinds and lengths or of one; None without tasks."""
+        chosen = [c for c in self.cells if kind in (None, c.kind) and length in (None, c.length)]
+        total = sum(cell.samples for cell in chosen)
+        return sum(cell.score * cell.samples for cell in chosen) / total if total else None
+
+
+@dataclasses.dataclass(frozen=True)
+class Grid:
+    """Which tasks to answer.
+
+    Attributes:
+      kinds: of `tasks.KINDS`.
+      lengths: tokens of a prompt.
+      depths: how many depths of the `tasks.PLACED` kinds, from the beginning to the end; one is the middle.
+      samples: tasks of each kind and length, and of each depth where there is one.
+      seed: of all texts, names and numbers.
+      chat: whether a task is a message in the chat template, or plain text.
+    """
+
+    kinds: tuple[str, ...]
+    lengths: tuple[int, ...]
+    depths: int = 5
+    samples: int = 3
+    seed: int = 0
+    chat: bool = False
+
+    @property
+    def depth_values(self) -> tuple[float, ...]:
+        return (0.5,) if self.depths == 1 else tuple(i / (self.depths - 1) for i in range(self.depths))
+
+    def places(self) -> Iterable[Place]:
+        """Of every cell."""
+        for kind in self.kinds:
+            for length in self.lengths:
+                for depth in self.depth_values if kind in tasks.PLACED else (None,):
+                    yield kind, length, depth
+
+    def make(self, llm: LLM) -> dict[Place, list[Task]]:
+        """The tasks of every cell, sized in tokens of the model's prompts. Raises RequestError, also for the sizes."""
+        for name, value in (
+            ("depths", self.depths),
+            ("samples", self.samples),
+            *(("lengths", n) for n in self.lengths),
+        ):
+            if value < 1:
+                raise RequestError(f"{name} has {value}: give at least 1.")
+
+        room = max((tasks.room(kind) for kind in self.kinds), default=0)
+        if self.lengths and max(self.lengths) + room > llm.context:
+            longest = f"Tasks of {max(self.lengths)} tokens, with {room} for the answer,"
+            raise RequestError(
+                f"{longest} exceed the context of {llm.context}: give smaller lengths, or a larger context."
+            )
+
+        def count(task: Task) -> int:
+            return len(answering.prompt(llm, task, chat=self.chat).ids)
+
+        return {
+            (kind, length, depth): [
+                tasks.make(kind, length, count, depth=depth, sample=i, seed=self.seed) for i in range(self.samples)
+            ]
+            for kind, length, depth in self.places()
+        }
+
+
+def measure(
+    llm: LLM,
+    variants: Sequence[Variant],
+    *,
+    text: Sequence[int] = (),
+    window: int = 1024,
+    stride: int = 512,
+    grid: Grid | None = None,
+    on_start: Callable[[str], None] = lambda what: None,
+) -> list[Result]:
+    """Measures variants of a model's cache, all on the same text and the same tasks.
+
+    Args:
+      llm: the model.
+      variants: what to compare.
+      text: token ids of the text whose perplexity is measured; none for no perplexity.
+      window: tokens of a window, as `perplexity` has it.
+      stride: between windows.
+      grid: of tasks; None for none.
+      on_start: told what is about to be measured.
+
+    Raises:
+      RequestError: a variant, text or grid that there cannot be; before anything has run, where it can be known.
+    """
+    if not len(text) and (grid is None or not grid.kinds or not grid.lengths):
+        raise RequestError("There is nothing to measure: give a text, or tasks with lengths.")
+    if not variants:
+        raise RequestError("There are no variants to measure: give at least one.")
+    for variant in variants:
+        variant.check()
+    on_start("making tasks")
+    made = grid.make(llm) if grid is not None else {}
+    results = []
+    for variant in variants:
+        own = variant.of(llm)
+        found = None
+        if len(text):
+            on_start(f"{variant.name}: perplexity")
+            found = perplexity(own.model, text, own.options, window=window, stride=stride)
+        if made:
+            on_start(f"{variant.name}: tasks")
+        row_bytes = scoring.bytes_per_row(own.model, own.options)
+        results.append(Result(variant, found, tuple(_cells(own, made, grid, row_bytes)), row_bytes))
+    return results
+
+
+def _cells(llm: LLM, made: dict[Place, list[Task]], grid: Grid | None, row_bytes: float) -> Iterable[Cell]:
+    """All tasks of all cells go through the engine as one job."""
+    if grid is None:
+        return
+    answered = iter(answering.answers(llm, [task for some in made.values() for task in some], chat=grid.chat))
+    rows = plans.rows_of(llm.model, llm.options)
+    for (kind, length, depth), some in made.items():
+        mine = [next(answered) for _ in some]
+        held = sum(-(-answer.tokens // rows) * rows for answer in mine)
+        yield Cell(
+            kind,
+            length,
+            depth,
+            sum(answer.score for answer in mine) / len(mine),
+            len(mine),
+            tuple(answer.text for answer in mine),
+            row_bytes * held / sum(answer.tokens for answer in mine),
+        )
