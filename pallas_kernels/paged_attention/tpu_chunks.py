@@ -784,7 +784,7 @@ def _kernel(
             """Codes (vw, tokens) → what they mean, (vw, tokens)."""
             if planes is not None and planes[1].group:
                 G = planes[1].group
-                first = (value_tile * LANES - planes[1].lane) // G
+                first = jax.lax.div(value_tile * LANES - planes[1].lane, jnp.int32(G))
                 words = scale_of("value_scales", into, [first + k for k in range(vw // G)], G, 0, vw)[:, piece]
                 scale, zero = tpu_planes.split_words(words)
                 return (v.astype(jnp.float32) * scale + zero).astype(dtype)
