@@ -393,19 +393,20 @@ def _attend(ref, parity, base, held, i, walk, lanes, spec, blocks, group, interp
             """Weights (rows, piece) · values of groups of lanes → (rows, width); adds up what their zeros give."""
             unit, words = lanes.units[u], ref.value_scales_buffer
             first, count = (unit.value[0] - value.lane) // value.group, v.shape[1] // value.group
-            weights, norms = [], []
+            # All groups of the unit at once: a group alone fills one of a register's eight sublanes.
+            scale, zero = tpu_planes.split_words(words[parity, first : first + count, place])
+            scale, zero = (jnp.where(seen, x, 0.0) for x in (scale, zero))  # may be NaN
+            norm = jnp.maximum(jnp.max(scale, axis=1, keepdims=True), 1e-30)
+            scale = scale / norm
+            weights = []
             for g in range(count):
-                scale, zero = tpu_planes.split_words(words[parity, first + g : first + g + 1, place])
-                scale, zero = (jnp.where(seen, x, 0.0) for x in (scale, zero))  # may be NaN
-                norm = jnp.maximum(jnp.max(scale, axis=1, keepdims=True), 1e-30)
-                weights.append(p * (scale / norm))
-                norms.append(norm)
-                parts = p * zero
+                weights.append(p * scale[g : g + 1])
+                parts = p * zero[g : g + 1]
                 folded = sum(parts[:, k : k + LANES] for k in range(0, piece, LANES))
                 ref.zeros[u, g] = ref.zeros[u, g] * shrink + folded
             stacked = codes.split(jnp.concatenate(weights, axis=0), value.dtype)
             out = codes.combine(dot(stacked, v, ((1,), (0,))), rows * count, value.dtype)
-            return _of_groups([out[g * rows : (g + 1) * rows] * norms[g] for g in range(count)], v.shape[1])
+            return _of_groups([out[g * rows : (g + 1) * rows] * norm[g : g + 1] for g in range(count)], v.shape[1])
 
         def values(u, p):
             unit, norm = lanes.units[u], None
