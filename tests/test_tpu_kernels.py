@@ -152,9 +152,9 @@ def compiled(name: str, shape: Shape):
         return jax.ShapeDtypeStruct(sizes, dtype, sharding=chip(name))
 
     features: dict[str, Any] = {}
-    if shape.codes:
-        spec = dataclasses.replace(spec, codes=shape.codes)
-        made = jax.eval_shape(lambda: init_code_pages(pages, shape.rows, lanes, shape.codes, "joined"))
+    if codes := shape.codes:
+        spec = dataclasses.replace(spec, codes=codes)
+        made = jax.eval_shape(lambda: init_code_pages(pages, shape.rows, lanes, codes, "joined"))
         stored, *scales = (array(*x.shape, dtype=x.dtype) for x in (made.k, made.k_scales, made.v_scales))
         features["scales"] = tuple(scales)
     else:

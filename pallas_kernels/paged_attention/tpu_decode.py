@@ -333,7 +333,8 @@ def _attend(ref, parity, base, held, i, walk, lanes, spec, blocks, group, interp
     key, value = _planes(ref, spec, lanes)
     kv_ref, queries = ref.buffer.at[parity], ref.codes if native else ref.q.at[0]
     page_rows, in_bytes = ref.pages.shape[2], spec.codes is not None
-    scales, first_value = [None, None], 0
+    scales: list[_Scales | None] = [None, None]
+    first_value = 0
     if hasattr(ref, "scales"):
         scales = [_Scales(ref.scales_buffer.at[parity], page_rows)] * 2
         first_value = 0 if lanes.latent else lanes.kv_heads

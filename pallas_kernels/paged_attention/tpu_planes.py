@@ -47,11 +47,12 @@ class Planes:
         number = tile - self.lane // LANES
         if self.bits == 8:
             return pltpu.bitcast(load(self.first + number), self.dtype)
+        plane: jax.Array | int
         if isinstance(number, int):
-            plane, place = divmod(number, self.tiles)
+            plane = number // self.tiles
         else:
             plane = jax.lax.div(number, jnp.int32(self.tiles))
-            place = number - plane * self.tiles
+        place = number - plane * self.tiles
         words = pltpu.bitcast(load(self.first + place), jnp.int32)
         words = jax.lax.shift_right_logical(words, jnp.int32(plane * self.bits)) & LOW[self.bits]
         if self.signed:  # 8 becomes 0xF8: no byte carries into the next
