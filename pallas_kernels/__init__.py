@@ -4,20 +4,28 @@ from kvjax.pallas_kernels.dealt import Deal
 from kvjax.pallas_kernels.joined import Lanes
 from kvjax.pallas_kernels.kv_store import LAYOUTS, axes_of, default_layout, init_pages, write_rows
 from kvjax.pallas_kernels.merge import merge
+from kvjax.pallas_kernels.packed import CodePages, Codes, init_code_pages, write_code_rows
 from kvjax.pallas_kernels.paged_attention import BACKENDS, AttentionSpec, check, default_backend, paged_attention
+from kvjax.pallas_kernels.rotation import rotate, rotate_back
 
 __all__ = [
     "BACKENDS",
     "LAYOUTS",
     "AttentionSpec",
+    "CodePages",
+    "Codes",
     "Deal",
     "Lanes",
     "axes_of",
     "check",
     "default_backend",
     "default_layout",
+    "init_code_pages",
     "init_pages",
     "merge",
     "paged_attention",
+    "rotate",
+    "rotate_back",
+    "write_code_rows",
     "write_rows",
 ]
