@@ -52,12 +52,16 @@ class Lanes:
       key_dim: H of the keys.
       value_dim: Hv.
       latent: whether the values are the first Hv numbers of the keys.
+      values_at: first lane of the values, where it is not the one behind the keys (`packed.Codes.lanes`).
+      filled: lanes of a row, where they are more than those in use need.
     """
 
     kv_heads: int
     key_dim: int
     value_dim: int
     latent: bool = False
+    values_at: int | None = None
+    filled: int = 0
 
     def key_start(self, head: int) -> int:
         return head * self.key_dim
@@ -65,17 +69,18 @@ class Lanes:
     def value_start(self, head: int) -> int:
         if self.latent:
             return head * self.key_dim
-        return self.kv_heads * self.key_dim + head * self.value_dim
+        first = self.kv_heads * self.key_dim if self.values_at is None else self.values_at
+        return first + head * self.value_dim
 
     @property
     def used(self) -> int:
-        """Lanes of a row that hold something."""
-        return self.kv_heads * (self.key_dim + (0 if self.latent else self.value_dim))
+        """Lanes of a row up to the last that holds something."""
+        return self.kv_heads * self.key_dim if self.latent else self.value_start(self.kv_heads)
 
     @property
     def row(self) -> int:
         """Lanes of a row, a multiple of 128."""
-        return _tiles(0, self.used)[1]
+        return max(_tiles(0, self.used)[1], self.filled)
 
     @property
     def units(self) -> tuple[Unit, ...]:
@@ -113,7 +118,7 @@ def split(joined: jax.Array, lanes: Lanes) -> tuple[jax.Array, jax.Array]:
     k = joined[..., : K * H].reshape(*joined.shape[:-1], K, H)
     if lanes.latent:
         return k, k[..., :Hv]
-    return k, joined[..., K * H : lanes.used].reshape(*joined.shape[:-1], K, Hv)
+    return k, joined[..., lanes.value_start(0) : lanes.used].reshape(*joined.shape[:-1], K, Hv)
 
 
 def tiles(joined: jax.Array) -> jax.Array:

@@ -10,9 +10,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvjax.pallas_kernels import LAYOUTS, AttentionSpec, Lanes, init_pages, joined, paged_attention, write_rows
+from kvjax.pallas_kernels import (
+    LAYOUTS,
+    AttentionSpec,
+    Lanes,
+    init_pages,
+    joined,
+    kivi,
+    merge,
+    packed,
+    paged_attention,
+    write_rows,
+)
+from kvjax.pallas_kernels.packed import Codes, init_code_pages, write_code_rows
 from kvjax.pallas_kernels.paged_attention import BACKENDS as ALL
-from kvjax.pallas_kernels.quantize import quantize, quantize_rows
+from kvjax.pallas_kernels.quantize import dequantize, quantize, quantize_rows
 
 BACKENDS = [name for name in ALL if name != "tpu" and not name.startswith("gpu")]
 """The others: compiled ahead of time in test_tpu_kernels.py, test_gpu_kernels.py, which also interprets the GPU's."""
@@ -79,7 +91,7 @@ def build(case: Case):
     return q, k, v, table, np.asarray(case.lengths, np.int32), starts
 
 
-def oracle(arrays, spec: AttentionSpec, sinks=None, slopes=None, tree=None):
+def oracle(arrays, spec: AttentionSpec, sinks=None, slopes=None, tree=None, first=None, ahead=None):
     """Token by token, head by head, in float64."""
     q, k, v, table, lengths, starts = arrays
     if spec.latent:
@@ -90,9 +102,12 @@ def oracle(arrays, spec: AttentionSpec, sinks=None, slopes=None, tree=None):
     for b, length in enumerate(lengths):
         count = starts[b + 1] - starts[b]
         for i in range(count):
-            position = length - count + i
-            first = 0 if spec.window is None else max(0, position - spec.window + 1)
-            near = [*range(min(first, spec.sink_rows)), *range(first, position + 1)]
+            position = length + (0 if ahead is None else ahead[b]) - count + i
+            start = 0 if spec.window is None else max(0, position - spec.window + 1)
+            start = max(start, 0 if first is None else first[b])
+            near = [*range(min(start, spec.sink_rows, length)), *range(start, min(position + 1, length))]
+            if not near:
+                continue
             if tree is not None:
                 words = np.asarray(tree[starts[b] + i]).view(np.uint32)
                 new = [j for j in range(count) if words[j // 32] >> np.uint32(j % 32) & 1]
@@ -328,6 +343,138 @@ def test_codes_of_latents(storage, backend):
     np.testing.assert_allclose(np.asarray(out), want, rtol=tolerance, atol=tolerance)
 
 
+ELSEWHERE = {
+    "first": (AttentionSpec(0.25), (0, 33, 20, 0, 70, 0), None),
+    "ahead": (AttentionSpec(0.25), None, (0, 45, 70, 7, 3, 1)),
+    "all": (AttentionSpec(0.25, window=60, sink_rows=3, soft_cap=2.0), (0, 33, 20, 0, 70, 5), (1, 45, 90, 7, 30, 1)),
+}
+"""Rows that a call does not see: the first ones of each slot, and those behind the ones held."""
+
+
+@over_backends(what=(ELSEWHERE, ("all",)))
+@pytest.mark.parametrize("queries", [(1,) * 6, (1, 40, 4, 0, 1, 1)], ids=["decode", "chunks"])
+def test_rows_that_are_elsewhere(queries, what, backend):
+    """Pages wholly before `first` are anybody's, and their entries of the table anything; slot 4 sees nothing here."""
+    spec, first, ahead = ELSEWHERE[what]
+    case = Case((40, 65, 64, 9, 69, 0) if ahead else (40, 65, 64, 9, 90, 0), queries, rows=16, pages=6)
+    case = dataclasses.replace(case, lengths=(*case.lengths[:5], 0 if ahead else 1))
+    arrays = q, k, v, table, lengths, starts = build(case)
+    given = {name: np.asarray(x, np.int32) for name, x in (("first", first), ("ahead", ahead)) if x}
+    want, want_lse = oracle(arrays, spec, **given)
+    stale = table.copy()
+    for b, row in enumerate(first or ()):
+        stale[b, -(-spec.sink_rows // 16) : row // 16] = 10**6 if b % 2 else stale[(b + 1) % 6, 0]
+    out, lse = attend((q, k, v, stale, lengths, starts), spec, max(queries), backend, **given)
+    np.testing.assert_allclose(np.asarray(lse), want_lse, rtol=2e-6, atol=2e-6)
+    np.testing.assert_allclose(np.asarray(out), want, rtol=2e-6, atol=2e-6)
+
+
+@pytest.mark.slow
+def test_rows_behind_are_never_read():
+    """What the interpreter would refuse: a DMA from a page that does not exist."""
+    case = Case((90,), (1,), rows=16, pages=6)
+    q, k, v, table, lengths, starts = build(case)
+    table[0, :3] = 10**8
+    first = np.asarray([48], np.int32)
+    for queries in (1, 20):
+        starts = np.asarray([0, queries], np.int32)
+        arrays = np.resize(q, (24, *q.shape[1:])), k, v, table, lengths, starts
+        want, _ = oracle(arrays, AttentionSpec(0.25), first=first)
+        out, _ = attend(arrays, AttentionSpec(0.25), queries, "tpu_interpret", first=first)
+        np.testing.assert_allclose(np.asarray(out), want, rtol=2e-6, atol=2e-6)
+
+
+STORAGES = {
+    "int4": Codes("int4", "int4"),
+    "int4 by page": Codes("int4", "int4"),
+    "kivi4": Codes("kivi4", "kivi4"),
+    "kivi4 and kivi2": Codes("kivi4", "kivi2", 64),
+    "int8 and int4": Codes("int8", "int4"),
+    "kivi2 and float8": Codes("kivi2", "float8_e5m2"),
+}
+LAYOUT_OF = {"reference": "token_major", "xla": "head_major", "tpu_interpret": "joined"}
+
+
+def in_bytes(case: Case, codes: Codes, layout: str, by_page: bool):
+    """The case in packed pages of a layout, their scales, and what they mean.
+
+    Bytes of nobody's rows are 0xFF, and their scales NaN. By page, all rows have the largest number 7, so that a page's
+    scale is that of its rows.
+    """
+    q, k, _, table, lengths, starts = build(case)
+    rng = np.random.default_rng(case.seed + 1)
+    lanes = Lanes(case.kv_heads, case.dim, case.value_dim)
+    pages = init_code_pages(k.shape[0], case.rows, lanes, codes, layout)
+    poison = {jnp.dtype("uint8"): 0xFF, jnp.dtype("uint32"): 0xFFFFFFFF, jnp.dtype("float32"): np.nan}
+    pages = jax.tree.map(lambda x: jnp.full_like(x, poison[x.dtype]), pages)
+    written = [-(-length // 64) * 64 if "kivi" in codes.key else length for length in lengths]
+    place = np.concatenate([np.arange(n) for n in written])
+    page = np.concatenate([table[b, np.arange(n) // case.rows] for b, n in enumerate(written)])
+    row = (place % case.rows).astype(np.int32)
+    numbers, meanings = [], []
+    for dim, storage, axis in ((case.dim, codes.key, 0), (case.value_dim, codes.value, 2)):
+        x = jnp.asarray(rng.standard_normal((len(page), case.kv_heads, dim)) + 0.5, jnp.float32)
+        if by_page:
+            x = jnp.round(x).clip(-7, 7).at[..., 0].set(7)
+        if packed.grouped(storage):
+            meaning = kivi.dequantize_groups(*kivi.quantize_groups(x, packed.BITS[storage], codes.group, axis), axis)
+        else:
+            meaning = dequantize(*quantize_rows(x, storage))
+        numbers.append(x)
+        meanings.append(np.full((k.shape[0], case.kv_heads, case.rows, dim), np.nan, np.float32))
+        meanings[-1][page, :, row] = np.asarray(meaning)
+    pages = write_codes(pages, *numbers, jnp.asarray(page), jnp.asarray(row), codes, layout)
+    scales = pages.k_scales, pages.v_scales
+    if by_page:
+        scales = scales[0][..., 0], scales[1][..., 0]
+    return (q, pages.k, pages.v, table, lengths, starts), scales, (q, *meanings, table, lengths, starts)
+
+
+write_codes = jax.jit(write_code_rows, static_argnums=(5, 6))
+
+
+@over_backends(storage=(STORAGES, ("kivi4",)))
+@pytest.mark.parametrize("queries", [(1, 0, 1, 1), (1, 9, 0, 40)], ids=["decode", "chunks"])
+def test_packed_codes(queries, storage, backend):
+    """Some rows are elsewhere, too, as they are where K has groups: the queries stand behind all rows held."""
+    case = Case((140, 20, 320, 257), queries, 4, 2, 64, 64, rows=128, pages=3)
+    codes, layout = STORAGES[storage], LAYOUT_OF[backend]
+    arrays, scales, meaning = in_bytes(case, codes, layout, "page" in storage)
+    given = {"first": np.asarray([0, 0, 150, 100], np.int32), "ahead": np.asarray([3, 40, 0, 40], np.int32)}
+    want, want_lse = oracle(meaning, AttentionSpec(0.125), **given)
+    spec = AttentionSpec(0.125, codes=codes, layout=layout, lanes=Lanes(2, 64, 64) if layout == "joined" else None)
+    out, lse = jitted(
+        *arrays[:2], arrays[2], *map(jnp.asarray, arrays[3:]), spec=spec, max_query=max(queries), backend=backend,
+        scales=scales, **given,
+    )  # fmt: skip
+    tolerance = 1e-5
+    if backend.startswith("tpu"):  # keys of groups, and chunks, are multiplied in bfloat16
+        tolerance = 1e-2 if codes.key.startswith("kivi") or max(queries) > 1 else 5e-3
+    np.testing.assert_allclose(np.asarray(lse), want_lse, rtol=tolerance, atol=tolerance)
+    np.testing.assert_allclose(np.asarray(out), want, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("count", [1, 9])
+def test_a_recent_window_is_merged_with_what_is_quantized(count):
+    """KIVI: 128 rows in groups, 37 as they were, `count` new tokens: two calls and a merge are one over both."""
+    case = Case((128,), (count,), 4, 2, 64, 64, rows=64, padding=0)
+    arrays, scales, (q, k, v, table, _, starts) = in_bytes(case, Codes("kivi4", "kivi4"), "head_major", False)
+    rng = np.random.default_rng(5)
+    recent = [rng.standard_normal((1, 2, 64, 64)).astype(np.float32) for _ in range(2)]
+    spec, length = AttentionSpec(0.125, soft_cap=3.0), np.asarray([37], np.int32)
+    old = jitted(
+        *arrays[:2], arrays[2], *map(jnp.asarray, arrays[3:]), scales=scales, ahead=length, max_query=count,
+        spec=dataclasses.replace(spec, codes=Codes("kivi4", "kivi4")), backend="xla",
+    )  # fmt: skip
+    new = attend((q, *recent, np.zeros((1, 1), np.int32), length, starts), spec, count)
+    out, lse = merge(jnp.stack([old[0], new[0]]), jnp.stack([old[1], new[1]]))
+    both = [np.concatenate([x, y]) for x, y in zip((k, v), recent, strict=True)]
+    table = np.append(table, np.int32(k.shape[0]))[None]
+    want, want_lse = oracle((q, *both, table, np.asarray([165]), starts), spec)
+    np.testing.assert_allclose(out, want, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(lse, want_lse, rtol=1e-5, atol=1e-5)
+
+
 PAIRED = ("window", "first rows", "soft cap", "sinks", "slopes", "scales", "tree", "odd heads")
 PAIRS = [
     (a, b)
@@ -493,5 +640,12 @@ def test_refuses_what_it_cannot_do():
     with pytest.raises(ValueError, match="V has pages of its own, or spec"):
         q, k, _, table, lengths, starts = map(jnp.asarray, arrays)
         paged_attention(q, k, None, table, lengths, starts, AttentionSpec(1.0), max_query=1)
+    with pytest.raises(ValueError, match="packed pages have a pair of scales"):
+        attend(arrays, AttentionSpec(1.0, codes=Codes("int4", "int4")))
+    with pytest.raises(NotImplementedError, match=r"rows elsewhere .* on the GPU's kernels: take the backend 'xla'"):
+        attend(arrays, AttentionSpec(1.0, layout="token_major"), backend="gpu", first=np.zeros(1, np.int32))
+    with pytest.raises(NotImplementedError, match="a tree whose rows are not in these pages"):
+        ahead = {"ahead": np.ones(1, np.int32), "tree": jnp.ones((4, 1), jnp.int32)}
+        attend(arrays, AttentionSpec(1.0), **ahead)
     with pytest.raises(ValueError, match="window is 0"):
         AttentionSpec(1.0, window=0)

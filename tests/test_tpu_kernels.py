@@ -17,13 +17,14 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.experimental.pallas.ops.tpu.paged_attention import paged_attention as jax_paged_attention
 from jax.experimental.pallas.ops.tpu.ragged_paged_attention import ref_ragged_paged_attention
 from jax.sharding import SingleDeviceSharding
-from test_paged_attention import AttentionSpec, Case, build, oracle
+from test_paged_attention import AttentionSpec, Case, build, in_bytes, oracle
 
 from kvjax import plans
 from kvjax.checkpoints.place import init_params
 from kvjax.errors import RequestError
 from kvjax.models.deepseek import DEEPSEEK
 from kvjax.pallas_kernels import Lanes, joined, paged_attention
+from kvjax.pallas_kernels.packed import Codes, init_code_pages
 from kvjax.pallas_kernels.paged_attention import tpu_chunks
 from kvjax.pallas_kernels.paged_attention.tpu_chunks import attend_chunks
 from kvjax.pallas_kernels.paged_attention.tpu_decode import DecodeBlocks, attend_rows
@@ -43,6 +44,38 @@ RACES = [
     for kernel in ("rows", "chunks", "expanded")
     for mode in ("on_wait", "eager")
 ]
+PACKED_RACES = [
+    pytest.param(kernel, mode, marks=[pytest.mark.slow] if (kernel, mode) != ("rows", "on_wait") else [])
+    for kernel in ("rows", "chunks")
+    for mode in ("on_wait", "eager")
+]
+
+
+@pytest.mark.parametrize(("kernel", "mode"), PACKED_RACES)
+def test_no_races_over_packed_codes(kernel, mode):
+    """Groups of K in buffers of pages, those of V and scales of rows in buffers of rows, all used again."""
+    interpret = pltpu.InterpretParams(detect_races=True, vector_clock_size=64, dma_execution_mode=mode)
+    one = kernel == "rows"
+    case = Case((700, 0, 130, 300), (1, 0, 1, 1) if one else (130, 0, 3, 0), rows=128, dim=64, value_dim=64, padding=0)
+    codes = Codes("kivi4", "kivi4" if one else "int4")
+    arrays, scales, meaning = in_bytes(case, codes, "joined", False)
+    q, pages, _, table, lengths, starts = arrays
+    lanes = Lanes(2, 64, 64)
+    spec = AttentionSpec(0.125, layout="joined", lanes=lanes, codes=codes)
+    wide, counts = codes.lanes(lanes), np.diff(starts)
+    q = joined.spread(jnp.asarray(q), wide)
+    how: dict[str, Any] = {"lanes": wide, "spec": spec, "interpret": interpret, "scales": scales}
+    if one:
+        how["blocks"] = DecodeBlocks(256, ((256, 1), (128, 1)))
+    else:
+        how |= {"out": jnp.zeros((*q.shape[:2], 128)), "lse": jnp.zeros((*q.shape[:2], 128)), "blocks": (128, 128)}
+    attend: Any = attend_rows if one else attend_chunks
+    wanted = counts == 1 if one else counts > 1
+    out, _ = attend(q, pages, *map(jnp.asarray, (table, lengths, starts, wanted)), **how)
+    want, _ = oracle(meaning, AttentionSpec(0.125))
+    np.testing.assert_allclose(joined.gather(out, wide), want, rtol=1e-2, atol=1e-2)
+    races = interpret_pallas_call.races
+    assert races is not None and not races.races_found
 
 
 @pytest.mark.parametrize(("kernel", "mode"), RACES)
@@ -103,6 +136,8 @@ class Shape:
     tree: bool = False
     up: tuple[int, int] | None = None
     """Of latents: a head's key numbers without position, and its values."""
+    codes: Codes | None = None
+    elsewhere: tuple[str, ...] = ()
 
 
 def compiled(name: str, shape: Shape):
@@ -116,7 +151,16 @@ def compiled(name: str, shape: Shape):
     def array(*sizes, dtype=jnp.int32):
         return jax.ShapeDtypeStruct(sizes, dtype, sharding=chip(name))
 
-    features = {}
+    features: dict[str, Any] = {}
+    if codes := shape.codes:
+        spec = dataclasses.replace(spec, codes=codes)
+        made = jax.eval_shape(lambda: init_code_pages(pages, shape.rows, lanes, codes, "joined"))
+        stored, *scales = (array(*x.shape, dtype=x.dtype) for x in (made.k, made.k_scales, made.v_scales))
+        features["scales"] = tuple(scales)
+    else:
+        stored = array(pages, lanes.row // 128, shape.rows, 128, dtype=jnp.dtype(shape.storage))
+    for feature in shape.elsewhere:
+        features[feature] = array(shape.slots)
     if shape.scales:
         by_row = (shape.rows,) if shape.scales == 3 else ()
         features["scales"] = array(pages, (1 if latent else 2) * shape.kv_heads, *by_row, dtype=jnp.float32)
@@ -132,7 +176,7 @@ def compiled(name: str, shape: Shape):
     attend = jax.jit(functools.partial(paged_attention, spec=spec, max_query=shape.max_query, backend="tpu"))
     return attend.lower(
         array(T, shape.heads, dim, dtype=compute),
-        array(pages, lanes.row // 128, shape.rows, 128, dtype=jnp.dtype(shape.storage)),
+        stored,
         None,
         array(shape.slots, shape.width),
         array(shape.slots),
@@ -150,6 +194,7 @@ QUICK = {
     "pages of 16": Shape(rows=16, dim=64, width=256),
     "every feature": Shape(spec=EVERYTHING, sinks=True, slopes=True, rows=64),
     "a tree": Shape(tree=True, max_query=64),
+    "kivi4": Shape(codes=Codes("kivi4", "kivi4"), elsewhere=("first", "ahead"), max_query=1),
     "latent": Shape(16, 1, 576, 512, spec=LATENT, max_query=128),
     "latent, expanded": Shape(16, 1, 576, 512, spec=LATENT, up=(128, 128)),
 }
@@ -160,6 +205,11 @@ MORE = {
     "int4": Shape(storage="int4", scales=3),
     "int8 in pages": Shape(storage="int8", scales=2, rows=256),
     "float32": Shape(storage="float32"),
+    "packed int4": Shape(codes=Codes("int4", "int4")),
+    "kivi4 with window": Shape(codes=Codes("kivi4", "kivi4"), spec=EVERYTHING, elsewhere=("first", "ahead")),
+    "int8 and kivi2": Shape(codes=Codes("int8", "kivi2", 64), rows=256),
+    "float8 and int4, odd heads": Shape(9, 3, 64, codes=Codes("float8_e4m3fn", "int4")),
+    "pages behind a window": Shape(spec=EVERYTHING, elsewhere=("first", "ahead")),
     "many heads": Shape(heads=32, kv_heads=32),
     "one head": Shape(heads=8, kv_heads=1, dim=64),
     "odd heads": Shape(heads=9, kv_heads=3, dim=64),

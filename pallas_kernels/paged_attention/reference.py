@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from kvjax.pallas_kernels import joined
+from kvjax.pallas_kernels import joined, packed
 from kvjax.pallas_kernels.dealt import Deal
 from kvjax.pallas_kernels.paged_attention import latent
 from kvjax.pallas_kernels.paged_attention.spec import AttentionSpec
@@ -41,13 +41,22 @@ def paged_attention(
     sinks: jax.Array | None = None,
     slopes: jax.Array | None = None,
     tree: jax.Array | None = None,
-    scales: jax.Array | None = None,
+    scales: jax.Array | tuple[jax.Array, jax.Array] | None = None,
     up: jax.Array | None = None,
     deal: Deal | None = None,
+    first: jax.Array | None = None,
+    ahead: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Gathers every slot's whole context for every token, then a dense softmax. Arguments as in `__init__`."""
     T, N, _ = q.shape
-    if spec.lanes is not None:
+    if spec.codes is not None:
+        assert isinstance(scales, tuple)
+        dtype = jnp.dtype(jnp.float32)
+        k_pages, v_pages = packed.dequantized(k_pages, v_pages, scales, spec.codes, spec.layout, spec.lanes, dtype)
+        scales = None
+        if spec.layout == "head_major":
+            k_pages, v_pages = k_pages.transpose(0, 3, 1, 2), v_pages.swapaxes(1, 2)
+    elif spec.lanes is not None:
         k_pages, v_pages = joined.split(joined.rows_of(k_pages), spec.lanes)
     elif spec.layout == "head_major":
         k_pages = k_pages.transpose(0, 3, 1, 2)
@@ -56,6 +65,7 @@ def paged_attention(
         v_pages = k_pages[..., : spec.latent]
     P, R, K, _ = k_pages.shape
     if scales is not None:
+        assert isinstance(scales, jax.Array)
         if scales.ndim == 2:
             scales = scales[..., None]
         by_row = scales.swapaxes(1, 2)[..., None]  # (P, R, 2·K, 1), or R of 1
@@ -68,7 +78,7 @@ def paged_attention(
         K = N
     B, M = table.shape
     slots = query_slots(row_starts, T)
-    positions = query_positions(row_starts, lengths, slots)
+    positions = query_positions(row_starts, lengths if ahead is None else lengths + ahead, slots)
     safe = jnp.minimum(slots, B - 1)
 
     # (B, M, R, K, H) → (B, S, K, H) → one context per token (T, S, K, H)
@@ -85,6 +95,8 @@ def paged_attention(
     if spec.window is not None:
         near = key_position > positions[:, None] - spec.window
         visible &= near | (key_position < spec.sink_rows)
+    if first is not None:
+        visible &= (key_position >= first[safe][:, None]) | (key_position < spec.sink_rows)
     v = jnp.where(visible[:, :, None, None], v, 0.0)  # a poisoned row must not come back as 0 × NaN
 
     grouped = q.reshape(T, K, N // K, -1).astype(jnp.float32)

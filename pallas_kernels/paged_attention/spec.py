@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from kvjax.pallas_kernels.joined import Lanes
+from kvjax.pallas_kernels.packed import Codes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,6 +20,8 @@ class AttentionSpec:
       layout: of the pages, one of `kvjax.pallas_kernels.LAYOUTS`.
       lanes: where heads lie in the rows of the joined layout; None in the others.
       sink_rows: the first rows of a slot that stay visible behind the window (StreamingLLM, 2309.17453).
+      codes: what the bytes of packed pages stand for (`kvjax.pallas_kernels.packed`); None: pages hold numbers, or
+        codes that do not share bytes.
     """
 
     scale: float
@@ -28,6 +31,7 @@ class AttentionSpec:
     layout: str = "head_major"
     lanes: Lanes | None = None
     sink_rows: int = 0
+    codes: Codes | None = None
 
     def __post_init__(self):
         if self.window is not None and self.window < 1:

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from kvjax.pallas_kernels import joined
 from kvjax.pallas_kernels.dealt import Deal
+from kvjax.pallas_kernels.packed import Codes
 from kvjax.pallas_kernels.paged_attention import latent, tpu_sizes
 from kvjax.pallas_kernels.paged_attention.reference import query_slots
 from kvjax.pallas_kernels.paged_attention.spec import AttentionSpec
@@ -19,6 +20,8 @@ from kvjax.pallas_kernels.paged_attention.tpu_decode import DecodeBlocks, attend
 STORAGE = ("float32", "bfloat16", "float8_e4m3fn", "float8_e5m2", "int8", "int4")
 
 FETCHED = 16 << 20  # bytes of a block of decode: two lie in VMEM, of which a core of a TPU7x has 64 MiB
+
+PIECE_OF_CODES = 1024  # rows of a piece of packed codes, whose unpacking makes a long program of a longer one
 
 
 def decode_blocks(
@@ -38,14 +41,15 @@ def decode_blocks(
     return DecodeBlocks(block, tuple((size, ahead) for size in sizes))
 
 
-def check(layout: str, rows: int, storage: jnp.dtype, scaled: bool) -> None:
+def check(layout: str, rows: int, storage: jnp.dtype, scaled: bool, codes: Codes | None = None) -> None:
     """Raises NotImplementedError, with the reason, for pages that the kernels cannot read.
 
     scaled: whether they are codes with scales.
+    codes: what packed pages hold.
     """
     if layout != "joined":
         raise NotImplementedError(f"the TPU's kernels read pages of the layout 'joined'; these are {layout!r}")
-    if storage.name not in STORAGE:
+    if storage.name not in (STORAGE if codes is None else ("uint8",)):
         raise NotImplementedError(f"the TPU's kernels read {', '.join(STORAGE)}; these pages hold {storage.name}")
     tile = 64 if storage.name == "int4" else 32 // storage.itemsize
     if rows % tile:
@@ -67,10 +71,12 @@ def paged_attention(
     sinks: jax.Array | None = None,
     slopes: jax.Array | None = None,
     tree: jax.Array | None = None,
-    scales: jax.Array | None = None,
+    scales: jax.Array | tuple[jax.Array, jax.Array] | None = None,
     up: jax.Array | None = None,
     deal: Deal | None = None,
     *,
+    first: jax.Array | None = None,
+    ahead: jax.Array | None = None,
     with_lse: bool = True,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array | None]:
@@ -81,9 +87,12 @@ def paged_attention(
         divide into blocks.
     """
     lanes = spec.lanes
-    check(spec.layout, pages.shape[2], pages.dtype, scales is not None)
+    check(spec.layout, pages.shape[2], pages.dtype, scales is not None, spec.codes)
     assert lanes is not None
-    R = pages.shape[2]
+    R, row_bytes = pages.shape[2], pages.shape[1] * joined.LANES * pages.dtype.itemsize
+    if spec.codes is not None:
+        spec.codes.check(R, lanes, spec.layout)
+        lanes = spec.codes.lanes(lanes)
     tokens = row_starts[1:] - row_starts[:-1]
     held, nearest = lengths, None  # rows of a slot that are here, and the first of them in its window
     if deal is not None:
@@ -91,10 +100,17 @@ def paged_attention(
         held = deal.rows_before(lengths, R)
         if spec.window is not None:
             nearest = deal.rows_before(jnp.maximum(lengths - spec.window, 0), R)
-    alone, several = (tokens == 1) & (held > (0 if nearest is None else nearest)), (tokens > 1) & (held > 0)
-    how: Any = {"scales": scales, "sinks": sinks, "slopes": slopes, "interpret": interpret}
+    elif first is not None or (ahead is not None and spec.window is not None):
+        nearest = jnp.zeros_like(lengths) if first is None else first
+        if spec.window is not None:
+            nearest = jnp.maximum(nearest, lengths + (0 if ahead is None else ahead) - spec.window)
+    some = held > (0 if nearest is None or spec.sink_rows else nearest)
+    alone, several = (tokens == 1) & some, (tokens > 1) & (held > 0)
+    how: Any = {"scales": scales, "sinks": sinks, "slopes": slopes, "interpret": interpret, "ahead": ahead}
     limits = tpu_sizes.decode_limits(lanes, q.shape[1], pages)
-    blocks = decode_blocks(table.shape[1] * R, R, lanes.row * pages.dtype.itemsize, limits)
+    if spec.codes is not None:
+        limits = limits[0], min(limits[1], PIECE_OF_CODES), limits[2]
+    blocks = decode_blocks(table.shape[1] * R, R, row_bytes, limits)
 
     def rows(q: jax.Array, row_starts: jax.Array) -> tuple[jax.Array, jax.Array | None]:
         spread = joined.spread(q, lanes)
@@ -109,8 +125,9 @@ def paged_attention(
         if lse is not None:
             lse = jnp.broadcast_to(lse[..., None], (*lse.shape, joined.LANES))
         out, lse = attend_chunks(
-            q, pages, table, lengths, row_starts, several, out, lse, lanes, spec, tree=tree, up=up, deal=deal, **how
-        )
+            q, pages, table, lengths, row_starts, several, out, lse, lanes, spec,
+            tree=tree, up=up, deal=deal, first=first, **how,
+        )  # fmt: skip
         return out, None if lse is None else lse[..., 0]
 
     h = 0 if up is None else latent.check(q, up, lanes.key_dim, lanes.value_dim)
@@ -128,7 +145,7 @@ def paged_attention(
         if up is not None:
             out = latent.values(out, up, h)
     used = jnp.arange(q.shape[0], dtype=jnp.int32) < row_starts[-1]
-    if deal is not None:  # and not of a slot of which nothing is here
+    if deal is not None or first is not None or ahead is not None:  # and not of a slot of which nothing is here
         used &= (alone | several)[jnp.minimum(query_slots(row_starts, q.shape[0]), alone.shape[0] - 1)]
     out = jnp.where(used[:, None, None], out, 0)
     return out, None if lse is None else jnp.where(used[:, None], lse, -jnp.inf)

@@ -32,7 +32,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from kvjax.pallas_kernels.dealt import Deal
 from kvjax.pallas_kernels.joined import LANES, Lanes, Unit
-from kvjax.pallas_kernels.paged_attention import tpu_sizes
+from kvjax.pallas_kernels.paged_attention import tpu_planes, tpu_sizes
 from kvjax.pallas_kernels.paged_attention.spec import AttentionSpec
 
 NAME = "kvjax_attend_chunks"
@@ -46,6 +46,7 @@ LAG = 2  # steps between a chunk's scores and their softmax
 WIDTH = 256  # W of a chunk, where it divides: the width of the largest MXU
 EXPANDED = 1024  # C at most where latents are expanded, once for each query block: docs/performance.md has other sizes
 BUDGET = 32 << 20  # bytes of VMEM for what grows with C
+SCALES = ("scales", "key_scales", "value_scales")  # operands that may hold scales: of K and V together, or of each
 VMEM = 56 << 20  # bytes, of 64 MiB of a core of a TPU7x
 KV_BUDGET = 16 << 20  # and for the two KV blocks
 HEADS = 8  # of a group that shares expanded latents: a tile of sublanes, so that a DMA can take it out of q
@@ -53,7 +54,7 @@ HEADS = 8  # of a group that shares expanded latents: a tile of sublanes, so tha
 # What the kernel knows of a query block; see _worklist.
 FIELDS = (
     "slot", "base", "skip", "size", "position", "last", "tree_start", "visits", "sink_visits", "start", "first_page",
-    "group", "floor",
+    "group", "floor", "from_row",
 )  # fmt: skip
 
 
@@ -95,6 +96,8 @@ def _worklist(
     M: int,
     groups: int,
     deal: Deal | None,
+    from_row: jax.Array | None,
+    ahead: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array]:
     """Cuts the tokens of wanted slots into query blocks: (J, len(FIELDS)) int32 and their number () int32.
 
@@ -102,7 +105,8 @@ def _worklist(
 
     A query block reads C packed tokens from `base` on; the `size` from `skip` on are its own. Its first query read has
     the position `position`, and rows up to `last` are seen. It visits KV blocks 0 … sink_visits - 1, then `start` …
-    Rows from `floor` on are in every query's window. Where pages are dealt, rows are those on this chip, and the first
+    Rows from `floor` on are in every query's window; none before `from_row` is seen, but for sink rows.
+    Where pages are dealt, rows are those on this chip, and the first
     query's `position` is the last row that it sees, −1 for none.
     """
     B = lengths.shape[0]
@@ -118,7 +122,8 @@ def _worklist(
     size = jnp.clip(tokens[slot] - offset, 0, C)
     first = row_starts[slot] + offset
     base = jnp.clip(first, 0, max(T - C, 0))
-    before = lengths[slot] - tokens[slot]  # rows of earlier steps
+    rows = lengths if ahead is None else lengths + ahead
+    before = rows[slot] - tokens[slot]  # rows of earlier steps
     nearest = before + offset  # position of the block's first query
     last = lengths[slot] - 1 if tree else nearest + size - 1
     first_row, sink_rows, floor = jnp.zeros_like(first), 0, jnp.zeros_like(first)
@@ -126,6 +131,13 @@ def _worklist(
         first_row = jnp.maximum(nearest - (spec.window - 1), 0)
         floor = jnp.maximum(nearest + size - spec.window, 0)
         sink_rows = spec.sink_rows
+    from_rows = jnp.zeros_like(first)
+    if from_row is not None:
+        from_rows = from_row[slot]
+        first_row, floor = jnp.maximum(first_row, from_rows), jnp.maximum(floor, from_rows)
+        sink_rows = spec.sink_rows
+    if ahead is not None:
+        last = jnp.minimum(last, lengths[slot] - 1)
     if deal is not None:
         first_row, floor = (deal.rows_before(x, R) for x in (first_row, floor))
         last, nearest = (deal.rows_before(jnp.maximum(x, 0) + 1, R) - 1 for x in (last, nearest))
@@ -147,6 +159,7 @@ def _worklist(
         "first_page": first_row // R,
         "group": group,
         "floor": floor,
+        "from_row": from_rows,
     }
     return jnp.stack([values[name].astype(jnp.int32) for name in FIELDS], axis=1), ends[-1] * groups
 
@@ -201,12 +214,14 @@ def attend_chunks(
     lanes: Lanes,
     spec: AttentionSpec,
     *,
-    scales: jax.Array | None = None,
+    scales: jax.Array | tuple[jax.Array, jax.Array] | None = None,
     sinks: jax.Array | None = None,
     slopes: jax.Array | None = None,
     tree: jax.Array | None = None,
     up: jax.Array | None = None,
     deal: Deal | None = None,
+    first: jax.Array | None = None,
+    ahead: jax.Array | None = None,
     blocks: tuple[int, int] | None = None,
     interpret: bool | pltpu.InterpretParams = False,
 ) -> tuple[jax.Array, jax.Array | None]:
@@ -215,22 +230,25 @@ def attend_chunks(
     Args:
       q: (T, N, lanes.key_width) packed query tokens, spread over the lanes of their unit, not scaled.
       pages: (P, lanes.row / 128, R, 128), the joined layout; bfloat16, float32, or a narrower type,
-        which is widened in VMEM.
+        which is widened in VMEM. With `spec.codes`, (P, tiles of bytes, R, 128) uint8.
       table: (B, M) int32 physical pages of each slot; entries behind its length may be anything.
       lengths: (B,) int32 rows of each slot, those of this step included.
       row_starts: (B + 1,) int32, not decreasing.
       wanted: (B,) bool.
       out: (T, N, lanes.value_width), updated in place.
       lse: (T, N, 128) float32, the same number in all lanes, updated in place; or None.
-      lanes: where heads lie in a row.
-      spec: scale, window, sink_rows, soft cap.
+      lanes: where heads lie in a row; with `spec.codes`, among the lanes that are unpacked (`Codes.lanes`).
+      spec: scale, window, sink_rows, soft cap, codes.
       scales: None, or (P, 2K, R) or (P, 2K) float32, what to multiply a row's keys (first K) and values (last K) with.
+        With `spec.codes`, those of K and of V (packed.py).
       sinks: (N,) float32 logits that join the softmax denominator only.
       slopes: (N,) float32 of ALiBi.
       tree: (T, W) int32: bit j of token i's words tells whether it sees its slot's new token j.
       up: (N, h + Hv, latent) of latent pages: q is then (T, N, h + r), as it comes, and out (T, N, Hv padded to a
         multiple of 128). Only where `expands`, and without sinks and slopes.
       deal: which rows the pages hold, where a sequence's are dealt over chips; without slopes, tree and sink rows.
+      first: (B,) int32 or None: no row before it is seen, but for `spec.sink_rows`.
+      ahead: (B,) int32 or None: rows of a slot that come after those held here, up to its last query's own.
       blocks: (C, S), to override the sizes of query and KV blocks.
       interpret: as in pallas_call.
 
@@ -276,6 +294,8 @@ def attend_chunks(
             slopes=slopes,
             tree=tree,
             deal=deal,
+            first=first,
+            ahead=ahead,
             blocks=blocks,
             interpret=interpret,
         )
@@ -308,7 +328,9 @@ def attend_chunks(
 
     if T < C:
         q = jnp.pad(q, [(0, C - T), (0, 0), (0, 0)])
-    work, used = _worklist(lengths, row_starts, wanted, spec, tree is not None, T, C, S, R, M, groups, deal)
+    work, used = _worklist(
+        lengths, row_starts, wanted, spec, tree is not None, T, C, S, R, M, groups, deal, first, ahead
+    )
     table = jnp.pad(table, [(0, 0), (0, -M % LANES)]).reshape(-1, 1, LANES)  # rows that a DMA may fetch into SMEM
 
     def rows_of(x: jax.Array) -> jax.Array:
@@ -345,14 +367,16 @@ def attend_chunks(
         scratch["up_sem"] = pltpu.SemaphoreType.DMA((2,))
         if pages.dtype != dtype:
             scratch["latents"] = pltpu.VMEM((S, tiles * LANES), dtype)
-    by_page = scales is not None and scales.ndim == 2
-    if scales is not None:
-        if by_page:  # scalars
-            scales = jnp.pad(scales, ((0, 0), (0, -scales.shape[1] % LANES)))[:, None]
-            scratch["scale_buf"] = pltpu.SMEM((2, S // R, *scales.shape[1:]), jnp.float32)
+    given = list(zip(SCALES[1:], scales, strict=True)) if isinstance(scales, tuple) else [("scales", scales)]
+    for name, x in given:
+        if x is None:
+            continue
+        if x.ndim == 2:  # of pages: scalars
+            x = jnp.pad(x, ((0, 0), (0, -x.shape[1] % LANES)))[:, None]
+            scratch[f"{name}_buf"] = pltpu.SMEM((2, S // R, *x.shape[1:]), jnp.float32)
         else:
-            scratch["scale_buf"] = pltpu.VMEM((2, S // R, *scales.shape[1:]), jnp.float32)
-        operands["scales"] = scales, any_
+            scratch[f"{name}_buf"] = pltpu.VMEM((2, S // R, *x.shape[1:]), x.dtype)
+        operands[name] = x, any_
     if sinks is not None:
         operands["sinks"] = rows_of(sinks), vmem
     if slopes is not None:
@@ -395,7 +419,9 @@ def attend_chunks(
         W=W,
         M=-(-M // LANES),
         taken=taken,
-        by_page=by_page,
+        by_page=tuple(name for name, x in given if x is not None and x.ndim == 2),
+        from_first=first is not None,
+        to_last=ahead is not None,
         interpret=bool(interpret),
     )
     done = pl.pallas_call(
@@ -429,7 +455,9 @@ def _kernel(
     W: int,
     M: int,
     taken: int,
-    by_page: bool,
+    by_page: tuple[str, ...],
+    from_first: bool,
+    to_last: bool,
     interpret: bool,
 ):
     """All query blocks, one after the other. M counts the 128-entry rows of a slot's table."""
@@ -438,7 +466,10 @@ def _kernel(
     K, units = lanes.kv_heads, lanes.units
     group, chunks, F = N // K, N * C // W, min(C, W)
     per_block = S // R
-    window, sink_rows = spec.window, spec.sink_rows if spec.window is not None else 0
+    scale_names = [name for name in SCALES if name in have]
+    shared = "scales" in have  # K and V have one array
+    planes = None if spec.codes is None else tpu_planes.of_pages(spec.codes, lanes)
+    window, sink_rows = spec.window, spec.sink_rows if spec.window is not None or from_first else 0
     cap = spec.soft_cap
     factor = spec.scale * LOG2E if cap is None else spec.scale / cap  # scores come out in powers of 2
     pair = 4 // ref.q_buf.dtype.itemsize
@@ -479,8 +510,9 @@ def _kernel(
         """The copies of physical page `page` to place p of a KV buffer."""
         place = ref.page_buf.at[into, :, pl.ds(pl.multiple_of(p * R, R), R)]
         copies = [pltpu.make_async_copy(ref.pages.at[page], place, ref.page_sem.at[into])]
-        if "scales" in have:
-            copies += [pltpu.make_async_copy(ref.scales.at[page], ref.scale_buf.at[into, p], ref.page_sem.at[into])]
+        for name in scale_names:
+            mine = getattr(ref, f"{name}_buf").at[into, p]
+            copies += [pltpu.make_async_copy(getattr(ref, name).at[page], mine, ref.page_sem.at[into])]
         return copies
 
     def each_page(j, i, act):
@@ -618,9 +650,12 @@ def _kernel(
             visible = (token < 0) | (jax.lax.shift_right_logical(bits, token & 31) & 1 != 0)
             visible &= key <= field(j, "last")
         else:
-            visible = key <= position
-        if window is not None:
-            near = key > position - window
+            visible = key <= (jnp.minimum(position, field(j, "last")) if to_last else position)
+        if window is not None or from_first:
+            lowest = field(j, "from_row") if window is None else position - (window - 1)
+            if from_first and window is not None:
+                lowest = jnp.maximum(lowest, field(j, "from_row"))
+            near = key >= lowest
             visible &= (near | (key < sink_rows)) if sink_rows else near
         return visible
 
@@ -668,15 +703,18 @@ def _kernel(
             ref.total[old] = total
             ref.acc[old, :old_width] = acc
 
-    def scale_row(into, p, head):
-        """(1, R): the scales of page p of a KV block in a head."""
-        if by_page:
-            return jnp.full((1, R), ref.scale_buf[into, p, 0, head], jnp.float32)
-        return ref.scale_buf[into, p, pl.ds(head, 1)]
+    def scale_row(name, into, p, head):
+        """(1, R): the scales of page p of a KV block in a head, or the words of a group."""
+        buf = getattr(ref, f"{name}_buf")
+        if name in by_page:
+            return jnp.full((1, R), buf[into, p, 0, head], jnp.float32)
+        return buf[into, p, pl.ds(head, 1)]
 
-    def scale_of(into, heads, dim, start, width):
+    def scale_of(name, into, heads, dim, start, width):
         """(width, S): the scales of a unit's heads, whose `dim` lanes each begin at lane `start`."""
-        per_head = [jnp.concatenate([scale_row(into, p, head) for p in range(per_block)], axis=-1) for head in heads]
+        per_head = [
+            jnp.concatenate([scale_row(name, into, p, head) for p in range(per_block)], axis=-1) for head in heads
+        ]
         parts = [jnp.broadcast_to(x, (dim, S)) for x in per_head]
         used_lanes = start + dim * len(parts)
         if start:
@@ -698,7 +736,7 @@ def _kernel(
     def prepare_latents(into):
         """What all heads share: the rotated keys, and latents that were not stored as they are multiplied."""
         tiles, count = ref.page_buf.shape[1], ref.up_buf.shape[-1] // LANES
-        scale = scale_of(into, [0], LANES, 0, LANES).T if "scales" in have else None
+        scale = scale_of("scales", into, [0], LANES, 0, LANES).T if "scales" in have else None
         for tile in range(tiles):
             x = ref.page_buf[into, tile]
             if scale is not None:
@@ -717,10 +755,46 @@ def _kernel(
         value_tile = unit.value[0] // LANES + moved * value_step
         head = unit.heads[0] + moved * size
 
+        def read_tile(tile, piece, side):
+            """(tokens, 128) of the KV block; side: 0 of K, 1 of V."""
+            if planes is None:
+                return ref.page_buf[into, tile, piece]
+            return planes[side].read(lambda tile: ref.page_buf[into, tile, piece], tile)
+
         def read_tiles(tile, count, piece=slice(0, S)):
-            """(tokens, 128 · count) of the KV block."""
-            parts = [ref.page_buf[into, tile + k, piece] for k in range(count)]
+            """(tokens, 128 · count) of the KV block's keys."""
+            parts = [read_tile(tile + k, piece, 0) for k in range(count)]
             return jnp.concatenate(parts, axis=-1) if count > 1 else parts[0]
+
+        def scaled_keys(keys):
+            """Codes (S, width) float32 → what they mean."""
+            if planes is not None and planes[0].group:
+                G, lane, parts = planes[0].group, pl.multiple_of(key_tile * LANES, LANES), []
+                for k in range(S // G):
+                    word = ref.key_scales_buf[into, k * G // R, pl.ds(k * G % R // G, 1), pl.ds(lane, width)]
+                    scale, zero = tpu_planes.split_words(word)
+                    parts.append(keys[k * G : (k + 1) * G] * scale + zero)
+                return jnp.concatenate(parts, axis=0)
+            if scale_names:
+                name = "scales" if shared else "key_scales"
+                keys = keys * scale_of(name, into, [head + k for k in range(size)], lanes.key_dim, 0, width).T
+            return keys
+
+        def scaled_values(v, piece):
+            """Codes (vw, tokens) → what they mean, (vw, tokens)."""
+            if planes is not None and planes[1].group:
+                G = planes[1].group
+                first = jax.lax.div(value_tile * LANES - planes[1].lane, jnp.int32(G))
+                words = scale_of("value_scales", into, [first + k for k in range(vw // G)], G, 0, vw)[:, piece]
+                scale, zero = tpu_planes.split_words(words)
+                return (v.astype(jnp.float32) * scale + zero).astype(dtype)
+            if scale_names and "up" not in have:
+                inner = lanes.value_start(unit.heads[0]) - unit.value[0]
+                where = K if shared and not lanes.latent else 0
+                name = "scales" if shared else "value_scales"
+                scale = scale_of(name, into, [where + head + k for k in range(size)], lanes.value_dim, inner, vw)
+                return (v.astype(jnp.float32) * scale[:, piece]).astype(dtype)
+            return v
 
         nope = ref.up_buf.shape[2] - vw if "up" in have else 0
 
@@ -735,9 +809,7 @@ def _kernel(
             ref.keys[:, : made.shape[1]] = made.astype(dtype)
         elif "keys" in have:
             keys = read_tiles(key_tile, width // LANES).astype(jnp.float32)
-            if "scales" in have:
-                keys = keys * scale_of(into, [head + k for k in range(size)], lanes.key_dim, 0, width).T
-            ref.keys[:, :width] = keys.astype(dtype)
+            ref.keys[:, :width] = scaled_keys(keys).astype(dtype)
 
         for c, (new, old, buffer, old_width) in enumerate(steps):
             step(
@@ -758,13 +830,9 @@ def _kernel(
                         v = ref.keys[piece, nope : nope + vw].T
                     else:
                         v = jnp.concatenate(
-                            [widen(ref.page_buf[into, value_tile + k, piece]).T for k in range(vw // LANES)], axis=0
+                            [widen(read_tile(value_tile + k, piece, 1)).T for k in range(vw // LANES)], axis=0
                         )
-                    if "scales" in have and "up" not in have:
-                        inner = lanes.value_start(unit.heads[0]) - unit.value[0]
-                        where = K if not lanes.latent else 0
-                        scale = scale_of(into, [where + head + k for k in range(size)], lanes.value_dim, inner, vw)
-                        v = (v.astype(jnp.float32) * scale[:, piece]).astype(dtype)
+                    v = scaled_values(v, piece)
                     if masked:  # rows that nobody sees may hold NaN, and 0 · NaN is NaN
                         key = block * S + start + jax.lax.broadcasted_iota(jnp.int32, v.shape, 1)
                         page = jax.lax.shift_right_arithmetic(key, R.bit_length() - 1)
@@ -917,8 +985,8 @@ def _kernel(
             if "tree" in have:
                 clear_of_edges = (block + 1) * S <= field(j, "tree_start")
             else:
-                clear_of_edges = (block + 1) * S - 1 <= nearest
-            if window is not None:
+                clear_of_edges = (block + 1) * S - 1 <= (jnp.minimum(nearest, field(j, "last")) if to_last else nearest)
+            if window is not None or from_first:
                 clear_of_edges &= block * S >= field(j, "floor")
 
             @pl.when(clear_of_edges)

@@ -22,12 +22,15 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from kvjax.pallas_kernels.joined import LANES, Lanes, Unit
-from kvjax.pallas_kernels.paged_attention import codes
+from kvjax.pallas_kernels.paged_attention import codes, tpu_planes
 from kvjax.pallas_kernels.paged_attention.spec import AttentionSpec
+from kvjax.pallas_kernels.paged_attention.tpu_planes import Planes
 
 MASKED = -1e30  # a logit that is not seen
 FLOOR = -1e20  # where the running maximum begins: exp2(MASKED - FLOOR) is 0 even when a row has seen nothing yet
 LOG2E = 1.4426950408889634
+SCALES = ("scales", "key_scales", "value_scales")
+"""Operands that may hold scales: of K and V together, or of each."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,18 +57,21 @@ class _Walk:
     def __init__(self, spec: AttentionSpec, rows: int, pages: int, ref):
         self.spec, self.rows, self.pages, self.ref = spec, rows, pages, ref
         self.sink_pages = -(-spec.sink_rows // rows)
+        self.bounded = spec.window is not None or hasattr(ref, "nearest")
 
     def nearest(self, i):
-        """The first row of slot i's window, if there is one."""
-        if hasattr(self.ref, "nearest"):  # dealt
+        """The first row that slot i's query sees, but for sinks, if not all are seen."""
+        if hasattr(self.ref, "nearest"):
             return self.ref.nearest[i]
         return self.ref.length[i] - self.spec.window
 
     def _start(self, i):
         """First column of the window, and whether the pages of the sinks lie apart, before it."""
-        if self.spec.window is None:
+        if not self.bounded:
             return jnp.int32(0), jnp.bool_(False)
         start = jax.lax.div(jnp.maximum(self.nearest(i), 0), jnp.int32(self.rows))
+        if self.sink_pages and hasattr(self.ref, "nearest"):  # which may lie behind all rows held
+            start = jnp.minimum(start, self._end(i))
         if not self.sink_pages:
             return start, jnp.bool_(False)
         apart = start > self.sink_pages
@@ -94,7 +100,7 @@ class _Walk:
     def seen(self, position, end, i):
         """Which rows of a block that ends before row `end` the query at the end of slot i sees."""
         seen = position < end
-        if self.spec.window is not None:
+        if self.bounded:
             near = position >= self.nearest(i)
             seen &= (near | (position < self.spec.sink_rows)) if self.spec.sink_rows else near
         return seen
@@ -106,8 +112,8 @@ def _kernel(
 ):  # fmt: skip
     """One slot; `names` are those of the refs, see `attend_rows`."""
     ref = types.SimpleNamespace(**dict(zip(names, refs, strict=True)))
-    has_scales, has_codes, has_lse = ("scales" in names), ("codes" in names), ("lse" in names)
-    by_page = has_scales and len(ref.scale_buffer.shape) == 4
+    has_codes, has_lse = ("codes" in names), ("lse" in names)
+    scale_names = [name for name in SCALES if name in names]
     pages = blocks.block // rows
     walk = _Walk(spec, rows, pages, ref)
     some = min(pages, 8)  # pages of a block that is not full are fetched so many a round, while there are as many
@@ -120,12 +126,21 @@ def _kernel(
             ref.table.at[pl.ds(row, ref.columns.shape[1])], ref.columns.at[parity], ref.table_sems.at[parity]
         )
 
+    def scale_place(name, parity, k, count):
+        """Where the scales of pages k … k + count of a block are, and their semaphore."""
+        buffer, semaphores = getattr(ref, f"{name}_buffer"), getattr(ref, f"{name}_sems")
+        if len(buffer.shape) == 3:  # rows in lanes
+            return buffer.at[parity, :, pl.ds(pl.multiple_of(k * rows, rows), count * rows)], semaphores.at[parity]
+        return buffer.at[parity, pl.ds(k, count)], semaphores.at[parity]
+
     def page_copies(page, parity, k):
         place = pl.ds(pl.multiple_of(k * rows, rows), rows)
         yield pltpu.make_async_copy(ref.pages.at[page], ref.buffer.at[parity, :, place], ref.page_sems.at[parity])
-        if has_scales:
-            target = ref.scale_buffer.at[parity, k] if by_page else ref.scale_buffer.at[parity, :, place]
-            yield pltpu.make_async_copy(ref.scales.at[page], target, ref.scale_sems.at[parity])
+        for name in scale_names:
+            target, semaphore = scale_place(name, parity, k, 1)
+            source = getattr(ref, name)
+            source = source.at[page] if len(target.shape) == 2 else source.at[pl.ds(page, 1)]
+            yield pltpu.make_async_copy(source, target, semaphore)
 
     def fetch(i, j, parity):
         first, count = walk.block(i, j)
@@ -157,11 +172,7 @@ def _kernel(
             """For a number of pages, whichever they are: a semaphore counts bytes."""
             place = pl.ds(0, number * rows)
             buffers = [(ref.buffer.at[parity, :, place], ref.page_sems.at[parity])]
-            if has_scales:
-                target = (
-                    ref.scale_buffer.at[parity, pl.ds(0, number)] if by_page else ref.scale_buffer.at[parity, :, place]
-                )
-                buffers.append((target, ref.scale_sems.at[parity]))
+            buffers += [scale_place(name, parity, 0, number) for name in scale_names]
             for buffer, semaphore in buffers:
                 pltpu.make_async_copy(buffer, buffer, semaphore).wait()
 
@@ -208,11 +219,13 @@ def _kernel(
         ref.top[...] = jnp.full_like(ref.top, FLOOR)
         ref.total[...] = jnp.zeros_like(ref.total)
         ref.acc[...] = jnp.zeros_like(ref.acc)
+        if "zeros" in names:
+            ref.zeros[...] = jnp.zeros_like(ref.zeros)
         if has_codes:
             for u in range(len(lanes.units)):
                 queries = ref.q[0, u].astype(jnp.float32)
                 norm = jnp.maximum(jnp.max(jnp.abs(queries), axis=1, keepdims=True), 1e-30)
-                ref.codes[u] = codes.split(queries / norm, ref.buffer.dtype)
+                ref.codes[u] = codes.split(queries / norm, _planes(ref, spec, lanes)[0].dtype)
                 ref.norm[u] = jnp.broadcast_to(norm, ref.norm.shape[1:])
 
         def attend_block(j, _):
@@ -241,6 +254,8 @@ def _kernel(
             total = jnp.sum(ref.total[u], axis=1, keepdims=True)
             top = ref.top[u][:, :1]
             acc = ref.acc[u]
+            if "zeros" in names:
+                acc = acc + _of_groups([jnp.sum(zero, axis=1, keepdims=True) for zero in ref.zeros[u]], acc.shape[1])
             if "sinks" in names:
                 sink = ref.sinks[u][:, :1] * LOG2E
                 new_top = jnp.maximum(top, sink)
@@ -253,7 +268,7 @@ def _kernel(
 
 
 class _Scales:
-    """The scales of a block: (2·K, block) in VMEM, one for each row; or (pages, 1, 2·K) in SMEM, one for each page."""
+    """The scales of a block: (heads, block) in VMEM, one for each row; or (pages, 1, heads) in SMEM, for each page."""
 
     def __init__(self, ref, page_rows: int):
         self.ref, self.page_rows = ref, page_rows
@@ -279,24 +294,77 @@ class _Scales:
         return jnp.concatenate(parts, axis=0)
 
 
+def _planes(ref, spec: AttentionSpec, lanes: Lanes) -> tuple[Planes, Planes]:
+    """How K and V lie in the pages; those that do not share bytes as planes of all their bits."""
+    if spec.codes is not None:
+        return tpu_planes.of_pages(spec.codes, lanes)
+    plain = Planes(0, lanes.row // LANES, 0, 0, ref.buffer.dtype, False, 0)
+    return plain, plain
+
+
+def _keys_of_groups(ref, parity, unit: Unit, keys, place, group: int) -> jax.Array:
+    """Codes (piece, width) of a unit's keys → float32, with the scales and zeros of groups of rows."""
+    words = ref.key_scales_buffer
+    per_page = words.shape[2]
+    first = jax.lax.div(place.start, jnp.int32(group))
+    lanes, parts = pl.ds(unit.key[0], unit.key[1] - unit.key[0]), []
+    codes_ = keys.astype(jnp.float32)
+    for k in range(place.size // group):
+        page, within = jax.lax.div(first + k, jnp.int32(per_page)), jax.lax.rem(first + k, jnp.int32(per_page))
+        if (place.size // group) % per_page == 0:  # then a piece begins with a page
+            within = k % per_page
+        scale, zero = tpu_planes.split_words(words[parity, page, pl.ds(within, 1), lanes])
+        parts.append(codes_[k * group : (k + 1) * group] * scale + zero)
+    return jnp.concatenate(parts, axis=0)
+
+
+def _of_groups(parts: list[jax.Array], width: int) -> jax.Array:
+    """(rows, width) or (rows, 1) for each group of lanes → (rows, width): each group's lanes from its own."""
+    lane = jax.lax.broadcasted_iota(jnp.int32, (1, width), 1)
+    joined = jnp.broadcast_to(parts[0], (parts[0].shape[0], width))
+    for number, part in enumerate(parts[1:], 1):
+        joined = jnp.where(lane < number * (width // len(parts)), joined, part)
+    return joined
+
+
 def _attend(ref, parity, base, held, i, walk, lanes, spec, blocks, group, interpret):
     """Adds a block's `held` rows, the first of them at position `base`, to the running softmax of every unit."""
     native, has_slopes = hasattr(ref, "codes"), hasattr(ref, "slopes")
+    key, value = _planes(ref, spec, lanes)
     kv_ref, queries = ref.buffer.at[parity], ref.codes if native else ref.q.at[0]
-    scales = _Scales(ref.scale_buffer.at[parity], ref.pages.shape[2]) if hasattr(ref, "scales") else None
-    storage, rows = kv_ref.dtype, ref.top.shape[1]
+    page_rows, in_bytes = ref.pages.shape[2], spec.codes is not None
+    scales: list[_Scales | None] = [None, None]
+    first_value = 0
+    if hasattr(ref, "scales"):
+        scales = [_Scales(ref.scales_buffer.at[parity], page_rows)] * 2
+        first_value = 0 if lanes.latent else lanes.kv_heads
+    elif in_bytes:
+        scales = [_Scales(getattr(ref, f"{name}_buffer").at[parity], page_rows) for name in SCALES[1:]]
+    rows = ref.top.shape[1]
     smallest = blocks.pieces[-1][0]
     end = jax.lax.div(held + smallest - 1, jnp.int32(smallest)) * smallest
-    _clear_tail(kv_ref, held, end, lanes)
-    compute = storage if native or storage in (jnp.float32, jnp.bfloat16) else jnp.bfloat16
-    exact = compute == jnp.float32  # said for the others, too: a user's default may be one that the MXU refuses
-    precision = jax.lax.Precision.HIGHEST if exact else jax.lax.Precision.DEFAULT
-    total = jnp.int32 if compute == jnp.int8 else jnp.float32
+    _clear_tail(kv_ref, held, end, lanes, value if in_bytes else None)
+    wide = (jnp.float32, jnp.bfloat16)
+    compute = key.dtype if native or key.dtype in wide else jnp.dtype(jnp.bfloat16)  # of keys
+    native_values = value.dtype.name in codes.PARTS
+    compute_values = value.dtype if native_values or value.dtype in wide else jnp.dtype(jnp.bfloat16)
 
     def dot(x, y, dimensions):
-        if interpret and compute == jnp.bfloat16:  # a CPU has no such product; of the same numbers in float32 it has
+        exact = y.dtype == jnp.float32  # said for the others, too: a user's default may be one that the MXU refuses
+        precision = jax.lax.Precision.HIGHEST if exact else jax.lax.Precision.DEFAULT
+        total = jnp.int32 if y.dtype == jnp.int8 else jnp.float32
+        if interpret and y.dtype == jnp.bfloat16:  # a CPU has no such product; of the same numbers in float32 it has
             x, y = x.astype(jnp.float32), y.astype(jnp.float32)
         return jax.lax.dot_general(x, y, (dimensions, ((), ())), precision=precision, preferred_element_type=total)
+
+    def read(planes, lanes, place):
+        """Lanes (start, stop) of some rows: (rows, stop - start)."""
+        numbers = range(lanes[0] // LANES, lanes[1] // LANES)
+        if in_bytes:
+            tiles = [planes.read(lambda tile: kv_ref[tile, place], number) for number in numbers]
+        else:
+            tiles = [kv_ref[number, place] for number in numbers]
+        return jnp.concatenate(tiles, axis=1) if len(tiles) > 1 else tiles[0]
 
     def attend_piece(start, piece, ahead):
         place = pl.ds(start, piece)
@@ -305,42 +373,69 @@ def _attend(ref, parity, base, held, i, walk, lanes, spec, blocks, group, interp
 
         def scores(u):
             unit = lanes.units[u]
-            k = _lanes(kv_ref, unit.key, place).astype(compute)
+            k = read(key, unit.key, place)
+            if key.group:
+                k = _keys_of_groups(ref, parity, unit, k, place, key.group)
+            k = k.astype(compute)
             s = dot(queries[u, :, : k.shape[1]], k, ((1,), (1,)))
             if native:
-                s = codes.combine(s, rows, storage) * ref.norm[u][:, :1]
+                s = codes.combine(s, rows, key.dtype) * ref.norm[u][:, :1]
             s = s * spec.scale
-            if scales is not None:
-                s = s * scales.of_unit(0, unit, place, rows, group)
+            if scales[0] is not None and not key.group:
+                s = s * scales[0].of_unit(0, unit, place, rows, group)
             if spec.soft_cap is not None:
                 s = spec.soft_cap * jnp.tanh(s / spec.soft_cap)
             if has_slopes:
-                s = s - ref.slopes[u][:, :1] * (ref.length[i] - 1 - position).astype(jnp.float32)
+                last = ref.length[i] - 1 + (ref.ahead[i] if hasattr(ref, "ahead") else 0)
+                s = s - ref.slopes[u][:, :1] * (last - position).astype(jnp.float32)
             return jnp.where(seen, s * LOG2E, MASKED)
 
+        def values_of_groups(u, p, shrink, v):
+            """Weights (rows, piece) · values of groups of lanes → (rows, width); adds up what their zeros give."""
+            unit, words = lanes.units[u], ref.value_scales_buffer
+            first, count = (unit.value[0] - value.lane) // value.group, v.shape[1] // value.group
+            # All groups of the unit at once: a group alone fills one of a register's eight sublanes.
+            scale, zero = tpu_planes.split_words(words[parity, first : first + count, place])
+            scale, zero = (jnp.where(seen, x, 0.0) for x in (scale, zero))  # may be NaN
+            norm = jnp.maximum(jnp.max(scale, axis=1, keepdims=True), 1e-30)
+            scale = scale / norm
+            weights = []
+            for g in range(count):
+                weights.append(p * scale[g : g + 1])
+                parts = p * zero[g : g + 1]
+                folded = sum(parts[:, k : k + LANES] for k in range(0, piece, LANES))
+                ref.zeros[u, g] = ref.zeros[u, g] * shrink + folded
+            stacked = codes.split(jnp.concatenate(weights, axis=0), value.dtype)
+            out = codes.combine(dot(stacked, v, ((1,), (0,))), rows * count, value.dtype)
+            return _of_groups([out[g * rows : (g + 1) * rows] * norm[g : g + 1] for g in range(count)], v.shape[1])
+
+        def values(u, p):
+            unit, norm = lanes.units[u], None
+            v = read(value, unit.value, place).astype(compute_values)
+            if scales[1] is not None:
+                by_row = jnp.where(seen, scales[1].of_unit(first_value, unit, place, rows, group), 0.0)  # may be NaN
+                if native_values:
+                    norm = jnp.maximum(jnp.max(by_row, axis=1, keepdims=True), 1e-30)
+                    by_row = by_row / norm
+                p = p * by_row
+            out = dot(codes.split(p, value.dtype) if native_values else p.astype(compute_values), v, ((1,), (0,)))
+            if native_values:
+                out = codes.combine(out, rows, value.dtype)
+            return out if norm is None else out * norm
+
         def absorb(u, s):
-            unit = lanes.units[u]
             m = ref.top[u]
             m_new = jnp.maximum(m, jnp.max(s, axis=1, keepdims=True))
             p = jnp.exp2(s - m_new[:, :1])
             shrink = jnp.exp2(m - m_new)
             ref.top[u] = m_new
             ref.total[u] = ref.total[u] * shrink + sum(p[:, k : k + LANES] for k in range(0, piece, LANES))
-            norm = None
-            if scales is not None:
-                first = 0 if lanes.latent else lanes.kv_heads
-                by_row = jnp.where(seen, scales.of_unit(first, unit, place, rows, group), 0.0)  # may be NaN
-                if native:
-                    norm = jnp.maximum(jnp.max(by_row, axis=1, keepdims=True), 1e-30)
-                    by_row = by_row / norm
-                p = p * by_row
-            v = _lanes(kv_ref, unit.value, place).astype(compute)
-            out = dot(codes.split(p, storage) if native else p.astype(compute), v, ((1,), (0,)))
-            if native:
-                out = codes.combine(out, rows, storage)
-            if norm is not None:
-                out = out * norm
-            ref.acc[u, :, : v.shape[1]] = ref.acc[u, :, : v.shape[1]] * shrink[:, :1] + out
+            if value.group:
+                out = values_of_groups(u, p, shrink, read(value, lanes.units[u].value, place))
+            else:
+                out = values(u, p)
+            width = out.shape[1]
+            ref.acc[u, :, :width] = ref.acc[u, :, :width] * shrink[:, :1] + out
 
         units, waiting = len(lanes.units), []
         for u in range(units + ahead):
@@ -360,19 +455,19 @@ def _attend(ref, parity, base, held, i, walk, lanes, spec, blocks, group, interp
         start += count * piece
 
 
-def _lanes(kv_ref, lanes, place):
-    """Lanes (start, stop) of some rows: (rows, stop - start)."""
-    tiles = [kv_ref[c, place] for c in range(lanes[0] // LANES, lanes[1] // LANES)]
-    return jnp.concatenate(tiles, axis=1) if len(tiles) > 1 else tiles[0]
+def _clear_tail(kv_ref, held, end, lanes, planes):
+    """Zeroes the values of rows held … end: they belong to nobody and may be NaN, which 0 does not cancel.
 
-
-def _clear_tail(kv_ref, held, end, lanes):
-    """Zeroes the values of rows held … end: they belong to nobody and may be NaN, which 0 does not cancel."""
-    if not jnp.issubdtype(kv_ref.dtype, jnp.floating):
+    planes: those of V in pages of bytes, else None.
+    """
+    if not jnp.issubdtype(kv_ref.dtype if planes is None else planes.dtype, jnp.floating):
         return
     stripe = 32 // kv_ref.dtype.itemsize
     first_tile = min(unit.value[0] for unit in lanes.units) // LANES
     tiles = range(first_tile, max(unit.value[1] for unit in lanes.units) // LANES)
+    wide = jnp.float32 if planes is None else jnp.int32
+    if planes is not None:
+        tiles = range(planes.first, planes.first + planes.tiles)
     edge = jax.lax.div(held, jnp.int32(stripe))
 
     @pl.when(edge * stripe < held)
@@ -380,8 +475,8 @@ def _clear_tail(kv_ref, held, end, lanes):
         place = pl.ds(pl.multiple_of(edge * stripe, stripe), stripe)
         row = edge * stripe + jax.lax.broadcasted_iota(jnp.int32, (stripe, LANES), 0)
         for c in tiles:
-            kept = kv_ref[c, place].astype(jnp.float32)
-            kv_ref[c, place] = jnp.where(row < held, kept, 0.0).astype(kv_ref.dtype)
+            kept = kv_ref[c, place].astype(wide)
+            kv_ref[c, place] = jnp.where(row < held, kept, jnp.zeros((), wide)).astype(kv_ref.dtype)
 
     def clear(k, _):
         place = pl.ds(pl.multiple_of(k * stripe, stripe), stripe)
@@ -404,7 +499,8 @@ def attend_rows(
     *,
     blocks: DecodeBlocks,
     nearest: jax.Array | None = None,
-    scales: jax.Array | None = None,
+    ahead: jax.Array | None = None,
+    scales: jax.Array | tuple[jax.Array, jax.Array] | None = None,
     sinks: jax.Array | None = None,
     slopes: jax.Array | None = None,
     with_lse: bool = True,
@@ -414,17 +510,19 @@ def attend_rows(
 
     Args:
       q: (T, N, lanes.key_width) as `joined.spread` makes it, not scaled.
-      pages: (P, lanes.row / 128, R, 128).
+      pages: (P, lanes.row / 128, R, 128); with `spec.codes`, (P, tiles of bytes, R, 128) uint8.
       table: (B, M) int32.
       lengths: (B,) int32, at least 1 where wanted.
       row_starts: (B + 1,) int32; the token of slot b is row_starts[b].
       wanted: (B,) bool slots to compute.
-      lanes: where heads lie.
-      spec: scale, window, sink rows, soft cap.
+      lanes: where heads lie; with `spec.codes`, among the lanes that are unpacked (`Codes.lanes`).
+      spec: scale, window, sink rows, soft cap, codes.
       blocks: how the work is cut up.
-      nearest: (B,) int32 first row of each slot's window, where it is not `spec.window` before its length: of dealt
-        pages, of which lengths and rows are those on this chip.
+      nearest: (B,) int32 first row that each slot's query sees, where it is not `spec.window` before its length: of
+        dealt pages, of which lengths and rows are those on this chip, or with rows that are elsewhere.
+      ahead: (B,) int32 rows between the last one held and the query's own, that included; None: the last is its own.
       scales: (P, 2·K, R) or (P, 2·K) float32 of quantized rows or pages, K's heads first; None where there are none.
+        With `spec.codes`, those of K and of V (packed.py).
       sinks: (N,) float32 or None.
       slopes: (N,) float32 or None.
       with_lse: whether to compute it.
@@ -472,6 +570,9 @@ def attend_rows(
     if nearest is not None:
         names.append("nearest")
         scalars = (*scalars, nearest[used])
+    if ahead is not None:
+        names.append("ahead")
+        scalars = (*scalars, ahead[used])
     inputs = {
         "q": (by_unit(q, 1), pl.BlockSpec((1, units, padded_rows, q.shape[2]), of_token)),
         "table": (flat, everywhere),
@@ -487,20 +588,30 @@ def attend_rows(
         "page_sems": pltpu.SemaphoreType.DMA((2,)),
         "table_sems": pltpu.SemaphoreType.DMA((2,)),
     }
-    if scales is not None:
-        if scales.ndim == 2:  # of pages: scalars
-            scales = jnp.pad(scales, ((0, 0), (0, -scales.shape[1] % LANES)))[:, None]
-            scratch["scale_buffer"] = pltpu.SMEM((2, blocks.block // R, *scales.shape[1:]), jnp.float32)
+    given = zip(SCALES[1:], scales, strict=True) if isinstance(scales, tuple) else [("scales", scales)]
+    for name, x in given:
+        if x is None:
+            continue
+        if x.ndim == 2:  # of pages: scalars
+            x = jnp.pad(x, ((0, 0), (0, -x.shape[1] % LANES)))[:, None]
+            scratch[f"{name}_buffer"] = pltpu.SMEM((2, blocks.block // R, *x.shape[1:]), jnp.float32)
+        elif name == "key_scales" and x.dtype == jnp.uint32:  # of groups of rows
+            scratch[f"{name}_buffer"] = pltpu.VMEM((2, blocks.block // R, *x.shape[1:]), x.dtype)
         else:
-            scratch["scale_buffer"] = pltpu.VMEM((2, scales.shape[1], blocks.block), jnp.float32)
-        inputs["scales"] = scales, everywhere
-        scratch["scale_sems"] = pltpu.SemaphoreType.DMA((2,))
+            scratch[f"{name}_buffer"] = pltpu.VMEM((2, x.shape[1], blocks.block), x.dtype)
+        inputs[name] = x, everywhere
+        scratch[f"{name}_sems"] = pltpu.SemaphoreType.DMA((2,))
     for name, feature in (("sinks", sinks), ("slopes", slopes)):
         if feature is not None:
             wide = by_unit(jnp.broadcast_to(feature.astype(jnp.float32)[:, None], (N, LANES)), 0)
             inputs[name] = wide, pl.BlockSpec(wide.shape, lambda *_: (0, 0, 0))
-    if pages.dtype.name in codes.PARTS:
-        code_rows, code_dtype = codes.rows(padded_rows, pages.dtype), codes.PARTS[pages.dtype.name].dtype
+    key, value = Planes(0, 0, 0, 0, pages.dtype, False, 0), None
+    if spec.codes is not None:
+        key, value = tpu_planes.of_pages(spec.codes, lanes)
+    if value is not None and value.group:
+        scratch["zeros"] = pltpu.VMEM((units, lanes.value_width // value.group, padded_rows, LANES), jnp.float32)
+    if key.dtype.name in codes.PARTS and not key.group:
+        code_rows, code_dtype = codes.rows(padded_rows, key.dtype), codes.PARTS[key.dtype.name].dtype
         scratch["codes"] = pltpu.VMEM((units, code_rows, q.shape[2]), code_dtype)
         scratch["norm"] = pltpu.VMEM(running, jnp.float32)
     outputs = {"out": jax.ShapeDtypeStruct((T, units, padded_rows, lanes.value_width), q.dtype)}

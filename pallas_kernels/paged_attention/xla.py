@@ -14,7 +14,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from kvjax.pallas_kernels import joined
+from kvjax.pallas_kernels import joined, packed
 from kvjax.pallas_kernels.dealt import Deal
 from kvjax.pallas_kernels.paged_attention.reference import tree_bit
 from kvjax.pallas_kernels.paged_attention.spec import AttentionSpec
@@ -77,8 +77,10 @@ def paged_attention(
     sinks: jax.Array | None = None,
     slopes: jax.Array | None = None,
     tree: jax.Array | None = None,
-    scales: jax.Array | None = None,
+    scales: jax.Array | tuple[jax.Array, jax.Array] | None = None,
     deal: Deal | None = None,
+    first: jax.Array | None = None,
+    ahead: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Arguments as in `kvjax.pallas_kernels.paged_attention.paged_attention`."""
     (T, N, _), B = q.shape, table.shape[0]
@@ -87,8 +89,10 @@ def paged_attention(
         Hv = spec.lanes.value_dim
     else:
         Hv = (spec.latent or 0) if v_pages is None else v_pages.shape[-1]
+        if spec.codes is not None:
+            Hv = Hv * 8 // packed.BITS[spec.codes.value]
     carry = jnp.zeros((T, N, Hv), q.dtype), jnp.full((T, N), -jnp.inf, jnp.float32)
-    arrays = q, k_pages, v_pages, table, lengths, row_starts, sinks, slopes, tree, scales, deal
+    arrays = q, k_pages, v_pages, table, lengths, row_starts, sinks, slopes, tree, scales, deal, first, ahead
     carry = _attend_blocks(carry, *arrays, spec, tokens == 1, 1, min(T, B))
     if max_query > 1:
         C = min(BLOCK, 1 << (max_query - 1).bit_length())
@@ -107,8 +111,10 @@ def _attend_blocks(
     sinks: jax.Array | None,
     slopes: jax.Array | None,
     tree: jax.Array | None,
-    scales: jax.Array | None,
+    scales: jax.Array | tuple[jax.Array, jax.Array] | None,
     deal: Deal | None,
+    from_row: jax.Array | None,
+    ahead: jax.Array | None,
     spec: AttentionSpec,
     wanted: jax.Array,
     C: int,
@@ -126,11 +132,17 @@ def _attend_blocks(
     G, tile = N // K, min(TILE, most)
     if slopes is not None:
         row_slopes = jnp.tile(slopes.reshape(K, 1, G), (1, C, 1)).reshape(1, K, C * G, 1)
+    words = None
+    if spec.codes is not None:
+        assert isinstance(scales, tuple)
+        words, scales = scales, None
+    assert not isinstance(scales, tuple)
     if v_pages is None and head_major:
         v_rows = k_rows  # the first Hv numbers of the transposed keys
     sink_rows: int | jax.Array = spec.sink_rows
     if deal is not None:
         sink_rows = deal.rows_before(jnp.int32(spec.sink_rows), R)
+    has_first = spec.window is not None or from_row is not None
     blocks = query_blocks(row_starts, lengths, wanted, C, -(-most // tile) * tile)
 
     def attend_tile(i: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
@@ -139,7 +151,8 @@ def _attend_blocks(
         step = jnp.arange(C, dtype=jnp.int32)[None, :]
         live = step < size[:, None]
         token = first[:, None] + step
-        position = jnp.where(live, (lengths[slot] - row_starts[slot + 1])[:, None] + token, -1)  # sees nothing
+        rows = lengths if ahead is None else lengths + ahead
+        position = jnp.where(live, (rows[slot] - row_starts[slot + 1])[:, None] + token, -1)  # sees nothing
 
         # The rows that a token sees, here and on this chip: first … last.
         held, last = lengths[slot], position
@@ -147,6 +160,11 @@ def _attend_blocks(
         if deal is not None:
             held, last = deal.rows_before(held, R), deal.rows_before(position + 1, R) - 1
             first_row = deal.rows_before(jnp.maximum(first_row, 0), R)
+        if ahead is not None:
+            last = jnp.minimum(last, held[:, None] - 1)
+        if from_row is not None:
+            from_window = first_row if spec.window is not None else jnp.zeros_like(first_row)
+            first_row = jnp.maximum(from_window, from_row[slot][:, None])
 
         # (tile, C, N, H) → (tile, K, C·G, H): the heads of a group share K and V, so they are rows of one product.
         grouped = q.at[token].get(mode="clip").reshape(tile, C, K, G, -1).swapaxes(1, 2)
@@ -160,7 +178,11 @@ def _attend_blocks(
             m, l, acc = state
             physical = jax.lax.dynamic_index_in_dim(row_table, page, axis=1, keepdims=False)
             k = k_pages.at[physical].get(mode="clip")
-            if spec.lanes is not None:
+            if words is not None and spec.codes is not None:
+                v = None if v_pages is None else v_pages.at[physical].get(mode="clip")
+                here = words[0].at[physical].get(mode="clip"), words[1].at[physical].get(mode="clip")
+                k, v = packed.dequantized(k, v, here, spec.codes, spec.layout, spec.lanes, q.dtype)
+            elif spec.lanes is not None:
                 k, v = joined.split(joined.rows_of(k), spec.lanes)
             elif v_pages is not None:
                 v = v_pages.at[physical].get(mode="clip")
@@ -171,7 +193,7 @@ def _attend_blocks(
             key = page * R + jnp.arange(R, dtype=jnp.int32)
             # Rows beyond the length belong to nobody and may hold NaN: they must not come back as 0 × NaN.
             owned = key[None, :] < row_length
-            if spec.window is not None:  # nor those behind the window, whose pages may be another's by now
+            if has_first:  # nor those before what is seen, whose pages may be another's by now
                 owned &= (key[None, :] >= row_nearest) | (key < sink_rows)[None, :]
             owned = owned.reshape(tile, *(R if axis == "r" else 1 for axis in v_rows[1:]))
             v = jnp.where(owned, v, jnp.zeros((), v.dtype))
@@ -191,7 +213,7 @@ def _attend_blocks(
                 bits = tree_bit(row_tree, jnp.broadcast_to(own, (tile, C, 1, R)).reshape(tile * C, R))
                 bits = jnp.repeat(bits.reshape(tile, 1, C, R), G, axis=2)
                 seen = jnp.where(own < 0, True, bits) & (row_position >= 0)
-            if spec.window is not None:
+            if has_first:
                 seen &= (key >= row_first) | (key < sink_rows)
             s = jnp.where(seen, s, MASKED)
             m_new = jnp.maximum(m, s.max(axis=-1))
@@ -210,29 +232,29 @@ def _attend_blocks(
         last_page = last.max() // R + 1
         if tree is not None:  # a token may see rows behind it
             last_page = (jnp.where(live, row_length, 0).max() + R - 1) // R
-        if spec.window is not None:
+        if has_first:
             row_nearest = jnp.where(live, first_row, jnp.int32(2**30)).min(axis=1, keepdims=True)
             first_page = jnp.maximum(row_nearest.min(), 0) // R
         shape = (tile, K, C * G)
         state = (jnp.full(shape, FLOOR, jnp.float32), jnp.zeros(shape), jnp.zeros((*shape, Hv)))
-        if spec.window is not None and spec.sink_rows:
+        if has_first and spec.sink_rows:
             sink_pages = jnp.minimum((sink_rows + R - 1) // R, first_page)
             state = jax.lax.fori_loop(0, sink_pages, attend_page, state)
         m, l, acc = jax.lax.fori_loop(first_page, last_page, attend_page, state)
+        nothing = l == 0.0  # where pages are dealt, or rows are elsewhere; otherwise a token sees itself
         if sinks is not None:
             row_sinks = jnp.tile(sinks.reshape(K, 1, G), (1, C, 1)).reshape(1, K, C * G)
             top = jnp.maximum(m, row_sinks)
             shrink = jnp.exp(m - top)
             m, l, acc = top, l * shrink + jnp.exp(row_sinks - top), acc * shrink[..., None]
 
-        def packed(x: jax.Array) -> jax.Array:
+        def of_tokens(x: jax.Array) -> jax.Array:
             """(tile, K, C·G, ...) → (tile, C, N, ...)."""
             return x.reshape(tile, K, C, G, *x.shape[3:]).swapaxes(1, 2).reshape(tile, C, N, *x.shape[3:])
 
-        nothing = l == 0.0  # where pages are dealt; otherwise a token sees itself
         l, m = jnp.where(nothing, 1.0, l), jnp.where(nothing, -jnp.inf, m)
         place = jnp.where(live, token, T)
-        out = out.at[place].set(packed(acc / l[..., None]).astype(out.dtype), mode="drop")
-        return out, lse.at[place].set(packed(m + jnp.log(l)), mode="drop")
+        out = out.at[place].set(of_tokens(acc / l[..., None]).astype(out.dtype), mode="drop")
+        return out, lse.at[place].set(of_tokens(m + jnp.log(l)), mode="drop")
 
     return jax.lax.fori_loop(0, (blocks.used + tile - 1) // tile, attend_tile, carry)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any
 from unittest import mock
@@ -9,6 +10,8 @@ from unittest import mock
 from tpu_cycles.cases import CHUNK, CONTEXT, HEADS, SEQUENCES, Case, chip_of
 
 LANES = 128
+PACKED = ("int4", "kivi4", "kivi2")
+"""Storages whose codes share bytes, K's and V's."""
 
 
 class _Captured(Exception):
@@ -48,23 +51,35 @@ def attention(
         import jax.numpy as jnp
 
         from kvjax.pallas_kernels import AttentionSpec, Lanes, paged_attention
+        from kvjax.pallas_kernels.packed import Codes, init_code_pages
 
-        lanes = Lanes(kv_heads, key_dim, value_dim, latent)
+        lanes, count = Lanes(kv_heads, key_dim, value_dim, latent), sequences * width
         spec = AttentionSpec(key_dim**-0.5, latent=value_dim if latent else None, layout="joined", lanes=lanes)
-        dtype = jnp.dtype(storage)
-        scales = (sequences * width, kv_heads * (1 if latent else 2), page) if dtype.itemsize == 1 else None
+        v_scales: Any = None, None
+        if storage in PACKED:
+            codes = Codes(storage, storage)
+            spec = dataclasses.replace(spec, codes=codes)
+            made = jax.eval_shape(lambda: init_code_pages(count, page, lanes, codes, "joined"))
+            pages, scales, v_scales = ((x.shape, x.dtype) for x in (made.k, made.k_scales, made.v_scales))
+        else:
+            dtype = jnp.dtype(storage)
+            pages = (count, lanes.row // LANES, page, LANES), dtype
+            by_row = (count, kv_heads * (1 if latent else 2), page) if dtype.itemsize == 1 else None
+            scales = by_row, jnp.dtype(jnp.float32)
         own = key_dim if up is None else up[0] + key_dim - value_dim
         shapes = [
             ((sequences * tokens, heads, own), jnp.float32 if storage == "float32" else jnp.bfloat16),
-            ((sequences * width, lanes.row // LANES, page, LANES), dtype),
+            pages,
             ((sequences, width), jnp.int32),
             ((sequences,), jnp.int32),
             ((sequences + 1,), jnp.int32),
-            (scales, jnp.float32),
+            scales,
             (None if up is None else (heads, sum(up), value_dim), jnp.bfloat16),
+            v_scales,
         ]
 
-        def run(q, pages, table, lengths, starts, scales, up):
+        def run(q, pages, table, lengths, starts, scales, up, v_scales):
+            scales = scales if v_scales is None else (scales, v_scales)
             return paged_attention(
                 q, pages, None, table, lengths, starts, spec, scales=scales, up=up, max_query=tokens, with_lse=False,
                 backend=backend,
@@ -125,7 +140,7 @@ def kvjax_cases() -> Iterator[Case]:
     mla: dict[str, Any] = {"kv_heads": 1, "key_dim": 576, "value_dim": 512, "latent": True}
     for page in (16, 32, 64, 128, 256):
         yield decode(page)
-    for storage in ("int8", "float8_e4m3fn", "float8_e5m2", "float32"):
+    for storage in ("int8", "float8_e4m3fn", "float8_e5m2", "float32", *PACKED):
         yield decode(128, storage)
     for page in (16, 128):
         yield decode(page, key_dim=64)
