@@ -45,7 +45,7 @@ def test_absorbed_equals_expanded(name):
     up, nope = p["from_latent"], config.nope_dim
     absorbed = latent.values(attention(latent.absorbed(q, up, nope), key, key[..., : config.latent]), up, nope)
     expanded = attention(q, *latent.expanded(key[:, 0], up, nope))
-    np.testing.assert_allclose(absorbed, expanded, atol=2e-6)
+    np.testing.assert_allclose(absorbed, expanded, atol=4e-6)
 
 
 def test_the_cache_of_v3_has_70_272_bytes_a_token():

@@ -102,8 +102,7 @@ def test_reports_count_the_job(llm):
     assert reports[-1].waiting == 0 and reports[-1].preempted == 0
 
 
-@pytest.mark.parametrize("layers", ["unrolled", "scanned"])
-@pytest.mark.parametrize("shape", [(2,), (8,)], ids=str)
+@pytest.mark.parametrize(("shape", "layers"), [((2,), "unrolled"), ((8,), "scanned")], ids=str)
 def test_parameters_over_a_mesh_give_the_same_tokens(folder, llm, layers, shape):
     """kv heads (2), heads (6), ffw (160) and vocabulary (320): what 8 does not divide is replicated."""
     mesh = jax.make_mesh(shape, ("model",))
