@@ -85,7 +85,7 @@ def step(program: Program, params: Params, state: EngineState, policy: Policy, p
     plan = scheduler.schedule(program, state, packed)
     before, cuts = cached(state), None
     if program.cache.eviction is not None:
-        cuts = program.cache.eviction.next_cut(of_slots(state, state.requests.prompt), before)
+        cuts = program.cache.eviction.next_cut(of_slots(state, state.requests.context), before)
     alone = running(state).sum(dtype=jnp.int32) == 1
     reserved = kv_cache.reserve(
         program.cache, state.cache, state.index, plan.tokens, state.step, policy.clock, alone, packed

@@ -508,6 +508,7 @@ class Job:
                 hit=entry.hit,
                 preempted=entry.preempted,
                 logprobs=entry.logprobs,
+                evict_at=entry.request.params.evict_at,
             )
             for entry in entries
         ]

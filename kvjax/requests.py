@@ -36,6 +36,7 @@ class Requests(struct.PyTreeNode):
         into the linear order of single tokens in every step (134 MB for 4,096 requests of 8,192).
       known: (Q,) int32 how many of them are known. Those beyond the cached length are still to be computed.
       prompt: (Q,) int32 length of the prompt.
+      context: (Q,) int32 tokens of it after which rows are evicted for the first time, where they are.
       limit: (Q,) int32 value of `known` at which the request ends, at most S.
       status: (Q,) int32, EMPTY, WAITING, ...
       order: (Q,) int32 number of the submission; the largest is the newest.
@@ -55,6 +56,7 @@ class Requests(struct.PyTreeNode):
     tokens: jax.Array
     known: jax.Array
     prompt: jax.Array
+    context: jax.Array
     limit: jax.Array
     status: jax.Array
     order: jax.Array
@@ -109,6 +111,7 @@ class Rows(struct.PyTreeNode):
       tokens: (A, S) int32 prompt, then output from before: a request may go on where another engine left it.
       known: (A,) int32.
       prompt: (A,) int32.
+      context: (A,) int32.
       limit: (A,) int32.
       automaton: (A,) int32.
       stop_state: (A,) int32.
@@ -125,6 +128,7 @@ class Rows(struct.PyTreeNode):
     tokens: Array
     known: Array
     prompt: Array
+    context: Array
     limit: Array
     automaton: Array
     stop_state: Array
@@ -136,7 +140,7 @@ class Rows(struct.PyTreeNode):
     logprobs: Logprobs | None
 
 
-_COUNTERS = ("order", "status", "known", "prompt", "limit", "automaton", "stop_state", "hit", "preempted")
+_COUNTERS = ("order", "status", "known", "prompt", "context", "limit", "automaton", "stop_state", "hit", "preempted")
 
 
 def init(rows: int, capacity: int, pages: int, biases: int, stops: int, top: int | None) -> Requests:
@@ -181,6 +185,7 @@ class Item:
       hit: counted before.
       preempted: counted before.
       logprobs: of the output from before, as arrays (n,), (n, top), (n, top).
+      evict_at: tokens of the prompt after which rows are evicted for the first time; None for all.
     """
 
     order: int
@@ -194,6 +199,12 @@ class Item:
     hit: int = 0
     preempted: int = 0
     logprobs: tuple[np.ndarray, ...] | None = None
+    evict_at: int | None = None
+
+    @property
+    def context(self) -> int:
+        """`evict_at`, within the prompt."""
+        return self.prompt if self.evict_at is None else min(self.evict_at, self.prompt)
 
 
 def pack(items: Sequence[Item], sampler: SamplerState, width: int, capacity: int, top: int | None = None) -> Rows:
@@ -223,7 +234,7 @@ def pack(items: Sequence[Item], sampler: SamplerState, width: int, capacity: int
     def column(name: str, padding: int = 0) -> np.ndarray:
         return np.asarray([*(getattr(item, name) for item in items), *[padding] * (width - n)], np.int32)
 
-    names = ("prompt", "limit", "automaton", "stop_state", "hit", "preempted")
+    names = ("prompt", "context", "limit", "automaton", "stop_state", "hit", "preempted")
     return Rows(
         order=column("order", -1),
         status=np.zeros(width, np.int32),

@@ -46,6 +46,8 @@ class SamplingParams:
       logprobs: None for none, 0 for those of the generated tokens, n for the n likeliest tokens as well.
       seed: fixes the request's random numbers whatever else is in the job; None derives them from the job's seed.
       n: independent samples of this prompt.
+      evict_at: where the model evicts cached rows, tokens of the prompt after which it does so for the first time, so
+        that the rest of the prompt meets a compressed cache; None for the end of the prompt.
     """
 
     max_new_tokens: int = 256
@@ -64,6 +66,7 @@ class SamplingParams:
     logprobs: int | None = None
     seed: int | None = None
     n: int = 1
+    evict_at: int | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "stop", _as_tuple(self.stop))
@@ -137,6 +140,8 @@ class SamplingParams:
         if self.seed is not None:
             _integer("seed", self.seed, 0, 2**32 - 1)
         _integer("n", self.n, 1, MAX_SAMPLES)
+        if self.evict_at is not None:
+            _integer("evict_at", self.evict_at, 1)
         return self
 
 

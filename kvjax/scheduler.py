@@ -164,8 +164,8 @@ def _claims(
     config: CacheConfig, state: EngineState, request: jax.Array, spec: KVSpec, computed: jax.Array | None = None
 ) -> jax.Array:
     """(B,) int32: pages that the requests (B,) may come to hold for layers whose rows are evicted."""
-    prompt, limit = (x.at[request].get(mode="clip") for x in (state.requests.prompt, state.requests.limit))
-    return evicting.claims(config, spec, prompt, limit, jnp.zeros_like(prompt) if computed is None else computed)
+    context, limit = (x.at[request].get(mode="clip") for x in (state.requests.context, state.requests.limit))
+    return evicting.claims(config, spec, context, limit, jnp.zeros_like(context) if computed is None else computed)
 
 
 def _evictable_pages(state: EngineState, policy: Policy) -> jax.Array:
@@ -364,7 +364,7 @@ def _chunks(program: Program, state: EngineState, prompts: jax.Array, budget: in
         prompts &= ~_follows(program.cache, state, prompts)
     asked = jnp.where(prompts, waiting, 0)
     if program.cache.eviction is not None:  # rows are evicted between two steps
-        cuts = program.cache.eviction.next_cut(of_slots(state, state.requests.prompt), length)
+        cuts = program.cache.eviction.next_cut(of_slots(state, state.requests.context), length)
         asked = jnp.minimum(asked, cuts - length)
     age = of_slots(state, state.requests.order)
     by_age = jnp.argsort(jnp.where(prompts, age, jnp.int32(2**31 - 1)))

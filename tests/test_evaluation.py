@@ -18,10 +18,11 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 import kvjax
-from kvjax import RequestError
+from kvjax import RequestError, UserError
 from kvjax.cli import app as app_module
 from kvjax.cli import main
 from kvjax.evaluation import answering, filler, perplexity, report, scoring, tasks, variants
+from kvjax.eviction_options import eviction_of
 from kvjax.plans import Options
 
 GOLDEN = json.loads((GOLDENS / "perplexity.json").read_text())
@@ -137,11 +138,23 @@ def test_a_policy_acts_once_at_its_place_and_later_tokens_see_what_is_left():
     assert found.peak == 32 * row and found.bytes_per_token == 24 * row / 40
 
 
-def without(model, prompt, first, last):
-    """Log-probabilities by a dense forward pass in which tokens ≥ last do not see tokens first … last − 1."""
+@pytest.mark.parametrize(("policy", "first", "last"), [("truncate", 16, 32), ("streaming:sinks=3", 3, 19)])
+def test_a_model_that_evicts_rows_is_scored_with_what_is_left(policy, first, last):
+    prompt, want = whole("tiny_llama")
+    model = dataclasses.replace(tiny("tiny_llama"), eviction=eviction_of(policy, 0.5))
+    found = scoring.logprobs(model, [prompt], PAGES, chunk=16, compress_at=32)
+    (logprobs,) = found.logprobs
+    np.testing.assert_allclose(logprobs[:32], want[:32], rtol=0, atol=3e-5)
+    np.testing.assert_allclose(logprobs[32:], without(model, prompt, first, last)[32:], rtol=0, atol=3e-5)
+    row = 3 * 2 * (2 * 16 * 4 + 4)  # with its position
+    assert found.peak == 32 * row and found.bytes_per_token == 24 * row / 40
+
+
+def without(model, prompt, first, last, since=32):
+    """Log-probabilities by a dense forward pass in which tokens ≥ since do not see tokens first … last − 1."""
     n = len(prompt)
     query, key = jnp.arange(n)[:, None], jnp.arange(n)[None, :]
-    seen = (key <= query) & ~((query >= last) & (key >= first) & (key < last))
+    seen = (key <= query) & ~((query >= since) & (key >= first) & (key < last))
 
     def attend(cache, layer, q, k, v, scale, **_):
         k, v = (jnp.repeat(x, q.shape[1] // x.shape[1], axis=1) for x in (k, v))
@@ -375,9 +388,11 @@ def test_the_mean_of_scores_weighs_tasks_alike():
 def test_variants_that_there_are_not(llm):
     for variant, word in (
         (variants.Variant("int3"), "no KV storage 'int3'"),
-        (variants.Variant("int8", "magic", 0.5), "no eviction policy 'magic'"),
+        (variants.Variant("int8", "magic", 0.5), "Eviction policy 'magic' is not one of none, truncate"),
+        (variants.Variant("int8", "h2o", 1.5), "share=1.5, but a number above 0 and up to 1"),
+        (variants.Variant("int8", "none", 0.5), "Nothing is evicted, and the budget is 0.5"),
     ):
-        with pytest.raises(RequestError, match=word):
+        with pytest.raises(UserError, match=word):
             variants.measure(llm, [variant], text=[1, 2, 3])
     with pytest.raises(RequestError, match="nothing to measure"):
         variants.measure(llm, [variants.Variant("int8")])

@@ -115,13 +115,13 @@ def cut_after(what: Eviction, prompt: int, computed: int) -> int:
     return int(what.next_cut(jnp.asarray([prompt], jnp.int32), jnp.asarray([computed], jnp.int32))[0])
 
 
-def expected(model: Model, prompt: Sequence[int], new: int) -> list[int]:
+def expected(model: Model, prompt: Sequence[int], new: int, context: int | None = None) -> list[int]:
     """Greedy tokens of one sequence, its rows evicted as the engine says it does."""
     what, plain, tokens = model.eviction, Plain(model), list(prompt)
     assert what is not None
     watch = what.policy.watch
     while True:
-        stop = min(len(tokens), cut := cut_after(what, len(prompt), plain.computed))
+        stop = min(len(tokens), cut := cut_after(what, context or len(prompt), plain.computed))
         last = 1 if watch == "last" else watch if isinstance(watch, int) else 0
         positions = range(plain.computed, stop)
         watched = [watch == "all" or cut - last <= i < cut for i in positions]
@@ -291,3 +291,12 @@ def test_says_what_it_cannot_do():
     model = evicting(named("knorm"), rows=8)
     with pytest.raises(RequestError, match=r"^Beams and embeddings do not evict"):
         plans.cache_config(model, 2, 64, Options())
+
+
+def test_the_rest_of_a_prompt_meets_what_is_left_of_its_beginning():
+    """`evict_at`: the first 12 tokens are compressed before the others are seen."""
+    model = evicting(named("truncate"), share=0.5)
+    early = [dataclasses.replace(SOME, evict_at=12)] * len(PROMPTS)
+    found = engines.tokens(model, PROMPTS, early, rows=R, slots=2, packed=16)
+    assert found == [expected(model, prompt, 12, context=min(12, len(prompt))) for prompt in PROMPTS]
+    assert found != engines.tokens(model, PROMPTS, SOME, rows=R, slots=2, packed=16)

@@ -26,6 +26,13 @@ def evaluate(
     model: Annotated[str | None, typer.Argument(help="Model, as for generate (default: SmolLM2-135M)")] = None,
     tasks: Annotated[str, typer.Option(help=f"Some of {_TASKS}, with commas")] = "perplexity,needle",
     kv: Annotated[str, typer.Option(help="Number formats of K and V to compare")] = "bfloat16,int8,float8_e4m3fn",
+    evict: Annotated[
+        list[str] | None, typer.Option(help="Eviction policy to compare, such as snapkv:window=32+adakv; repeatable")
+    ] = None,
+    keep: Annotated[str, typer.Option(help="Shares of the rows that policies keep, with commas")] = "0.5",
+    blind: Annotated[
+        bool, typer.Option("--blind/--aware", help="Evict before the question is in the cache, or when it is")
+    ] = False,
     text: Annotated[Path | None, typer.Option(help="Text for the perplexity (default: prose that is shipped)")] = None,
     window: Annotated[
         int | None, typer.Option(help="Tokens of a window of the text (default: 1024, or the context)", min=2)
@@ -45,10 +52,10 @@ def evaluate(
     plot: Annotated[Path | None, typer.Option(help="PNG to draw quality against bytes in")] = None,
     heat_map: Annotated[Path | None, typer.Option("--heatmap", help="PNG to draw the needle's grid in")] = None,
 ) -> None:
-    """Compare storages of the KV cache: perplexity, answers to questions on long texts, and bytes."""
+    """Compare storages and evictions of the KV cache: perplexity, answers to questions on long texts, and bytes."""
     kinds = _kinds(tasks)
     storages = _names("--kv", kv, [kind.value for kind in KVDtype])
-    sizes = _numbers(lengths)
+    sizes, budgets = _numbers(lengths), _shares(keep)
     prose = _text(text) if _PERPLEXITY in kinds else ""
     _check_targets(as_json, plot, heat_map)
     if heat_map is not None and "needle" not in kinds:
@@ -59,13 +66,17 @@ def evaluate(
     if plot is not None or heat_map is not None:
         report.figure_class()  # now, not after hours of work
     asked = tuple(kind for kind in kinds if kind != _PERPLEXITY)
-    grid = variants.Grid(asked, sizes, depths, samples, seed, chat) if asked else None
+    grid = variants.Grid(asked, sizes, depths, samples, seed, chat, not blind) if asked else None
+    compared = [variants.Variant(storage) for storage in storages]
+    compared += [variants.Variant(kv, policy, share) for kv in storages for policy in evict or () for share in budgets]
+    for variant in compared:
+        variant.check()
     with status("loading"):
         llm = Loading(model=model, context=context, dtype=dtype, rope=rope, layers=layers).load(slots=slots)
     window = min(1024, llm.context) if window is None else window
     results = variants.measure(
         llm,
-        [variants.Variant(storage) for storage in storages],
+        compared,
         text=llm.tokenizer.encode(prose) if prose else (),
         window=window,
         stride=max(1, window // 2) if stride is None else stride,
@@ -99,6 +110,19 @@ def _numbers(text: str) -> tuple[int, ...]:
         if not part.isdecimal() or int(part) < 1:
             raise RequestError(f"--lengths has {part!r}: give numbers of tokens, such as 512,1024.")
     return tuple(dict.fromkeys(map(int, parts)))
+
+
+def _shares(text: str) -> tuple[float, ...]:
+    found = []
+    for part in text.split(","):
+        try:
+            share = float(part)
+        except ValueError:
+            share = 0.0
+        if not 0 < share <= 1:
+            raise RequestError(f"--keep has {part.strip()!r}: give shares of the rows, such as 0.5,0.25.")
+        found.append(share)
+    return tuple(dict.fromkeys(found))
 
 
 def _text(path: Path | None) -> str:

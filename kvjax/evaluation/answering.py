@@ -36,11 +36,13 @@ class Answer:
       text: the answer, without the beginning that it was given.
       score: 0 to 1, the share of the right answers that it contains.
       tokens: of the prompt and the answer.
+      evicted_at: of the prompt, after which rows are evicted if they are.
     """
 
     text: str
     score: float
     tokens: int
+    evicted_at: int
 
 
 def prompt(llm: LLM, task: Task, *, chat: bool = False) -> Prompt:
@@ -62,18 +64,26 @@ def prompt(llm: LLM, task: Task, *, chat: bool = False) -> Prompt:
     return Prompt((*ids, *llm.tokenizer.encode(tail, add_special_tokens=False)), len(ids))
 
 
-def answers(llm: LLM, tasks: Sequence[Task], *, chat: bool = False) -> list[Answer]:
+def answers(llm: LLM, tasks: Sequence[Task], *, chat: bool = False, aware: bool = True) -> list[Answer]:
     """Greedy answers to tasks, generated as one batch job.
+
+    Args:
+      llm: the model.
+      tasks: what is asked.
+      chat: as `prompt` has it.
+      aware: whether a model that evicts rows does so when it has seen the question, or before.
 
     Raises:
       RequestError: a prompt and its answer exceed the context, or the memory for K and V.
     """
-    prompts = [prompt(llm, task, chat=chat).ids for task in tasks]
-    params = [SamplingParams(max_new_tokens=task.room) for task in tasks]
+    asked = [prompt(llm, task, chat=chat) for task in tasks]
+    cuts = [one.compress_at(aware) for one in asked]
+    params = [SamplingParams(max_new_tokens=task.room, evict_at=cut) for task, cut in zip(tasks, cuts, strict=True)]
     found = []
-    for task, done in zip(tasks, llm.generate(prompts, params) if prompts else [], strict=True):
+    answered = llm.generate([one.ids for one in asked], params) if asked else []
+    for task, cut, done in zip(tasks, cuts, answered, strict=True):
         if done.finish_reason == "too_long":
             raise RequestError(f"kv_bytes is too small for a {task.kind} task: raise it, or give smaller lengths.")
         tokens = len(done.prompt_tokens) + len(done.tokens)
-        found.append(Answer(done.text, recall(done.text, task.answers), tokens))
+        found.append(Answer(done.text, recall(done.text, task.answers), tokens, cut))
     return found

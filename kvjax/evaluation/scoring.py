@@ -20,6 +20,7 @@ from kvjax import cache as kv_cache
 from kvjax import engine, plans
 from kvjax.cache import Cache, CacheConfig, Placement
 from kvjax.errors import RequestError
+from kvjax.evicting import NEVER
 from kvjax.plans import Model, Options
 from kvjax.state import Program
 from kvjax.types import Params
@@ -70,9 +71,16 @@ class Scores:
     bytes_per_token: float
 
 
-@functools.partial(jax.jit, static_argnames=("program", "most", "after"), donate_argnames=("cache",))
+@functools.partial(jax.jit, static_argnames=("program", "most", "after", "evict"), donate_argnames=("cache",))
 def score(
-    program: Program, params: Params, cache: Cache, chunk: Chunk, *, most: int, after: After | None = None
+    program: Program,
+    params: Params,
+    cache: Cache,
+    chunk: Chunk,
+    *,
+    most: int,
+    after: After | None = None,
+    evict: bool = False,
 ) -> tuple[Cache, jax.Array, jax.Array]:
     """Computes one chunk; the cache is donated.
 
@@ -83,6 +91,7 @@ def score(
       chunk: the tokens.
       most: static; most tokens that a text has in a chunk.
       after: applied to the cache when the chunk is in it.
+      evict: static; whether rows are evicted then, as the program says.
 
     Returns:
       The cache; (T,) float32 log-probabilities of the targets, in nats; and (groups,) int32 pages in use when the
@@ -96,15 +105,21 @@ def score(
     owner = jnp.minimum(chunk.slots, program.cache.slots - 1)
     rows = (held - chunk.row_starts[:-1])[owner] + jnp.arange(T, dtype=jnp.int32)
     placement = Placement(chunk.slots, rows, chunk.row_starts, most)
+    if program.cache.eviction is not None:
+        cuts = chunk.seen + tokens if evict else jnp.full_like(tokens, NEVER)
+        placement = placement.replace(positions=chunk.positions, cuts=cuts)
     cache, hidden = engine.compute(program, params, cache, chunk.ids, placement, chunk.positions)
     before = _in_use(cache)
+    if evict:
+        cache = kv_cache.evict(program.cache, cache, tokens > 0, chunk.seen + tokens, now)
     if after is not None:
         cache = after(cache, chunk.seen + tokens)
     return cache, _of_targets(program, params, hidden, chunk.targets), jnp.stack([before, _in_use(cache)])
 
 
 def _in_use(cache: Cache) -> jax.Array:
-    return jnp.stack([group.pool.free.shape[0] - group.pool.height for group in cache.groups])
+    pools = [*(group.pool for group in cache.groups), *(group.pool for group in cache.by_head)]
+    return jnp.stack([pool.free.shape[0] - pool.height for pool in pools])
 
 
 def _of_targets(program: Program, params: Params, hidden: jax.Array, targets: jax.Array) -> jax.Array:
@@ -145,9 +160,10 @@ def logprobs(
       chunk: most tokens of a text that enter the model at once; with a smaller one less memory is needed, and
         `after` comes more often.
       slots: texts that are computed together.
-      after: applied to the cache after each chunk, or with `compress_at` once.
-      compress_at: tokens of a text after which `after` is applied, the only time; a chunk ends there. A text that has
-        fewer is scored as it is, or its rows are compressed behind its end, which changes nothing of its scores.
+      after: applied to the cache after each chunk, or with `compress_at` once. A model that evicts rows does so then.
+      compress_at: tokens of a text after which `after` is applied, or rows are evicted, the only time; a chunk ends
+        there. A text that has fewer is scored as it is, or its rows are compressed behind its end, which changes
+        nothing of its scores.
 
     Raises:
       RequestError: a text that is too short, or too long for the context; a model on a mesh; too few `kv_bytes`.
@@ -157,7 +173,10 @@ def logprobs(
     if not texts:
         return Scores((), 0, 0, 0.0)
     longest = max(map(len, texts))
-    config = plans.cache_config(model, min(slots, len(texts)), longest, options)
+    if model.eviction is not None and after is not None:
+        raise RequestError("The model evicts rows itself: give it without eviction, or leave out `after`.")
+    packed = None if model.eviction is None else min(chunk, longest)
+    config = plans.cache_config(model, min(slots, len(texts)), longest, options, packed)
     if config.pages is not None:
         raise RequestError(
             f"kv_bytes is {options.kv_bytes}, too few for {config.slots} texts of {longest} tokens: raise kv_bytes."
@@ -197,15 +216,17 @@ def _check(model: Model, texts: Sequence[Sequence[int]], chunk: int, slots: int,
 
 def _page_bytes(config: CacheConfig) -> tuple[np.ndarray, int]:
     """(groups,) bytes of a page of each group in all its layers, scales included; and of all arrays together."""
-    groups = jax.eval_shape(lambda: kv_cache.init(config)).groups
-    sizes = [sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(group.kv)) for group in groups]
-    return np.asarray(sizes) // config.pool_pages, sum(sizes)
+    cache = jax.eval_shape(lambda: kv_cache.init(config))
+    groups = [(group.kv, group.pool) for group in cache.groups] + [(group.kv, group.pool) for group in cache.by_head]
+    sizes = [sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(kv)) for kv, _ in groups]
+    return np.asarray([size // pool.free.shape[0] for size, (_, pool) in zip(sizes, groups, strict=True)]), sum(sizes)
 
 
 def bytes_per_row(model: Model, options: Options) -> float:
-    """Bytes that a job's cache allocates for a token's K and V in all layers, scales and padding included."""
-    config = plans.cache_config(model, 1, 1, options)
-    return _page_bytes(config)[1] / (config.pool_pages * config.rows)
+    """Bytes that a job's cache allocates for a token's K and V in all layers, scales and padding included, and what is
+    noted of rows that may be evicted."""
+    config = plans.cache_config(model, 1, 1, options, 1)
+    return config.kv_bytes / (config.pool_pages * config.rows)
 
 
 def _batch(
@@ -219,9 +240,10 @@ def _batch(
     """Log-probabilities of up to B texts, and pages in use (steps, 2, groups) before and after `after`."""
     cache, parts, used = _empty(program.cache), [], []
     for begin, end in _steps(max(map(len, texts)), width, compress_at):
-        now = after if compress_at in (None, end) else None
+        here = compress_at in (None, end)
+        now, evict = after if here else None, here and program.cache.eviction is not None
         chunk = _packed(texts, begin, end, program.cache.slots, width)
-        cache, values, pages = score(program, params, cache, chunk, most=width, after=now)
+        cache, values, pages = score(program, params, cache, chunk, most=width, after=now, evict=evict)
         parts.append((chunk, values))
         used.append(pages)
     found = [np.zeros((len(text) - 1,), np.float32) for text in texts]

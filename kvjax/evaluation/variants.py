@@ -5,11 +5,15 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 
+import jax.numpy as jnp
+
 from kvjax import plans
 from kvjax.errors import RequestError
 from kvjax.evaluation import answering, scoring, tasks
 from kvjax.evaluation.perplexity import Perplexity, perplexity
 from kvjax.evaluation.tasks import Task
+from kvjax.evicting import Eviction
+from kvjax.eviction_options import eviction_of
 from kvjax.llm import CODES, LLM
 
 Place = tuple[str, int, float | None]
@@ -24,7 +28,7 @@ class Variant:
 
     Attributes:
       kv: dtype name of the stored rows.
-      policy: which rows are evicted; "none" keeps all.
+      policy: which rows are evicted, as `kvjax.load(evict=…)` has it; "none" keeps all.
       budget: the share of the rows that is kept.
     """
 
@@ -40,13 +44,21 @@ class Variant:
         """Raises RequestError for what there is not."""
         if self.kv not in STORAGES:
             raise RequestError(f"There is no KV storage {self.kv!r}: give some of {', '.join(STORAGES)}.")
-        if self.policy != "none" or self.budget != 1.0:
-            raise RequestError(f"There is no eviction policy {self.policy!r}: give 'none', with a budget of 1.")
+        if self.policy == "none" and self.budget != 1.0:
+            raise RequestError(
+                f"Nothing is evicted, and the budget is {self.budget:g}: give a policy, or a budget of 1."
+            )
+        self.eviction()
+
+    def eviction(self) -> Eviction | None:
+        """What is evicted. Raises ModelError."""
+        return None if self.policy == "none" else eviction_of(self.policy, float(self.budget))
 
     def of(self, llm: LLM) -> LLM:
         """The model with K and V kept so; parameters are shared."""
         self.check()
-        return LLM(dataclasses.replace(llm.model, storage=self.kv), llm.tokenizer, llm.options, llm.description)
+        model = dataclasses.replace(llm.model, storage=self.kv, eviction=self.eviction())
+        return LLM(model, llm.tokenizer, llm.options, llm.description)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,7 +73,7 @@ class Cell:
       samples: tasks.
       texts: the answers.
       bytes_per_token: of K and V: the pages that prompt and answer fill, as the cache allocates them, over their
-        tokens.
+        tokens; where rows are evicted, what is left of the prompt, and the answer.
     """
 
     kind: str
@@ -114,6 +126,7 @@ class Grid:
       samples: tasks of each kind and length, and of each depth where there is one.
       seed: of all texts, names and numbers.
       chat: whether a task is a message in the chat template, or plain text.
+      aware: whether rows are evicted when the question is in the cache, or before the question is.
     """
 
     kinds: tuple[str, ...]
@@ -122,6 +135,7 @@ class Grid:
     samples: int = 3
     seed: int = 0
     chat: bool = False
+    aware: bool = True
 
     @property
     def depth_values(self) -> tuple[float, ...]:
@@ -200,7 +214,9 @@ def measure(
         found = None
         if len(text):
             on_start(f"{variant.name}: perplexity")
-            found = perplexity(own.model, text, own.options, window=window, stride=stride)
+            # Each window's tokens that count are predicted from what is left of those that do not.
+            at = None if own.model.eviction is None else max(1, min(window, len(text)) - stride)
+            found = perplexity(own.model, text, own.options, window=window, stride=stride, compress_at=at)
         if made:
             on_start(f"{variant.name}: tasks")
         row_bytes = scoring.bytes_per_row(own.model, own.options)
@@ -212,11 +228,13 @@ def _cells(llm: LLM, made: dict[Place, list[Task]], grid: Grid | None, row_bytes
     """All tasks of all cells go through the engine as one job."""
     if grid is None:
         return
-    answered = iter(answering.answers(llm, [task for some in made.values() for task in some], chat=grid.chat))
-    rows = plans.rows_of(llm.model, llm.options)
+    everything = [task for some in made.values() for task in some]
+    answered = iter(answering.answers(llm, everything, chat=grid.chat, aware=grid.aware))
+    rows, eviction = plans.rows_of(llm.model, llm.options), llm.model.eviction
     for (kind, length, depth), some in made.items():
         mine = [next(answered) for _ in some]
-        held = sum(-(-answer.tokens // rows) * rows for answer in mine)
+        left = [_left(eviction, answer) for answer in mine]
+        held = sum(-(-count // rows) * rows for count in left)
         yield Cell(
             kind,
             length,
@@ -226,3 +244,10 @@ def _cells(llm: LLM, made: dict[Place, list[Task]], grid: Grid | None, row_bytes
             tuple(answer.text for answer in mine),
             row_bytes * held / sum(answer.tokens for answer in mine),
         )
+
+
+def _left(eviction: Eviction | None, answer: answering.Answer) -> int:
+    """Rows that each head holds at the end, in the mean."""
+    if eviction is None:
+        return answer.tokens
+    return answer.tokens - answer.evicted_at + int(eviction.kept(jnp.int32(answer.evicted_at)))

@@ -91,7 +91,7 @@ def job_of(plan: Plan, mesh: Mesh) -> tuple[Any, tuple[Any, Any, Policy]]:
     )  # fmt: skip
     slots = -(-plan.batch // plan.axes.data)
     options = plans.Options(slots=slots, rows=plan.rows, kv_bytes=1 << 60, backend="tpu", layout="joined")
-    cache = plans.cache_config(model, slots, plan.context, options)
+    cache = plans.cache_config(model, slots, plan.context, options, plan.packed)
     pages = slots * -(-plan.context // cache.rows)
     program = plans.program_of(model, dataclasses.replace(cache, pages=pages), backend="tpu")
     table = jax.ShapeDtypeStruct((1, 2, model.config.vocab), jnp.int8)

@@ -293,8 +293,8 @@ def state(job: Job, size: Size) -> int:
     S = M * superpage(job, size.axes)
     Q = queue(B, S)
     digest, word = 16, 4
-    # tokens; digests of pages; nine counters, `hashed`, two pins, root and tail, sampler with one bias and one stop
-    requests = Q * (S * word + M * digest + (9 + 1 + 2) * word + 2 * digest + 14 * word) + (Q + 2) * word
+    # tokens; digests of pages; ten counters, `hashed`, two pins, root and tail, sampler with one bias and one stop
+    requests = Q * (S * word + M * digest + (10 + 1 + 2) * word + 2 * digest + 14 * word) + (Q + 2) * word
     # per page: free, refs, last_use, claim; per slot: its row of the block table, and a length
     pools = sum(config.pool_of(g) * 4 * word + word + B * (M + 1) * word for g in range(groups))
     buckets = 1 << max(4 * P // prefix.WAYS - 1, 0).bit_length()
