@@ -2,10 +2,13 @@
 
 import atexit
 import gc
+import hashlib
 import importlib.metadata
+import math
 import os
 import shutil
 import tempfile
+import time
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # Most of the suite's time is compilation: less optimised code, and XLA's older way to make it where there is still a
@@ -48,12 +51,26 @@ def _release_programs():
 
 
 LONG = (
-    "test_smollm2", "test_program", "test_scale", "test_processes", "test_engine", "test_tpu_kernels", "test_mesh",
-    "test_scheduler", "test_evicting", "test_docs", "test_cli", "test_beam", "test_snapshots", "test_families",
+    "test_engine", "test_llm", "test_tpu_kernels", "test_families", "test_beam", "test_models", "test_cli",
+    "test_program", "test_evicting", "test_windows", "test_evaluation", "test_mesh", "test_smollm2", "test_scheduler", "test_docs",
 )  # fmt: skip
-"""Files that take minutes, the longest first: whoever gets one last keeps the other processes waiting."""
+"""Files that take minutes: whoever gets one last keeps the other processes waiting."""
+
+SLOW_SECONDS = 60 * float(os.environ.get("KVJAX_SLOW_MINUTES", "inf"))
+"""Once so much time has passed, slow tests are skipped, and say so: CI has a limit. Whose turn comes first changes with
+KVJAX_TEST_TURN, the commit in CI, so that over a few commits all of them run."""
+
+_began = time.monotonic()
 
 
 def pytest_collection_modifyitems(items):
     order = {name: place for place, name in enumerate(LONG)}
     items.sort(key=lambda item: order.get(item.path.stem, len(LONG)))
+    if math.inf > SLOW_SECONDS:
+        turn = os.environ.get("KVJAX_TEST_TURN", "")
+        items.sort(key=lambda item: hashlib.sha256(f"{turn} {item.path.stem}".encode()).digest())
+
+
+def pytest_runtest_setup(item):
+    if item.get_closest_marker("slow") and time.monotonic() - _began > SLOW_SECONDS:
+        pytest.skip(f"the {SLOW_SECONDS / 60:g} minutes for slow tests are over (KVJAX_SLOW_MINUTES)")

