@@ -285,6 +285,11 @@ def attend(
     lanes = _lanes(spec) if config.layout == "joined" else None
     what = AttentionSpec(scale, None, soft_cap, latent, config.layout, lanes)
     watched = _watched(config.eviction, placement)
+    if watched is not None and up is not None:
+        name = config.eviction.policy.name
+        raise UserError(
+            f"Eviction policy {name!r} watches queries, which meet expanded latents: take knorm or streaming."
+        )
     several = spec.kv_heads > 1
     out, lse = paged_attention(
         q, kv.k[0], kv.v[0] if kv.v else None, pages if several else pages[:, 0], lengths if several else lengths[:, 0],

@@ -257,12 +257,13 @@ def rows_of(model: Model, options: Options) -> int:
 
 
 def _rows(model: Model, options: Options, backend: str) -> int:
-    """64, but of codes 128 for the TPU's kernels, which apply scales to so many rows at once."""
+    """64, but of codes 128 for the TPU's kernels, which apply scales to so many rows at once, and 16 where rows are
+    evicted and each head rounds up to pages of its own."""
     if options.rows is not None:
         return options.rows
-    if model.eviction is not None:  # each head rounds up to pages of its own
-        return 16
-    return 128 if backend.startswith("tpu") and jnp.dtype(model.storage).itemsize == 1 else 64
+    if backend.startswith("tpu") and jnp.dtype(model.storage).itemsize == 1:
+        return 128
+    return 64 if model.eviction is None else 16
 
 
 def layout_of(model: Model, options: Options) -> str:

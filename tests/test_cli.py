@@ -169,6 +169,12 @@ def test_loading_options_reach_the_loader(model, monkeypatch):
         "scanned",
         "--mesh",
         "seq=2,model=4",
+        "--evict",
+        "snapkv+adakv",
+        "--keep",
+        "50%",
+        "--evict-every",
+        7,
     )
     assert invoke("generate", "a", "-m", model, *options).exit_code == 2
     assert dict(seen.pop("mesh").shape) == {"seq": 2, "model": 4}
@@ -179,6 +185,9 @@ def test_loading_options_reach_the_loader(model, monkeypatch):
         "kv_dtype": "float16",
         "layers": "scanned",
         "rope": "yarn:4",
+        "evict": "snapkv+adakv",
+        "keep": 0.5,
+        "evict_every": 7,
     }
     assert all(type(seen[name]) is str for name in ("dtype", "kv_dtype", "layers"))
     invoke("generate", "a")

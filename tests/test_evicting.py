@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from engines import tiny
 
-from kvjax import job, plans
+from kvjax import job, plans, snapshots
 from kvjax.cache import LEDGER
 from kvjax.errors import RequestError, UserError
 from kvjax.evicting import NEVER, Eviction
@@ -300,3 +300,25 @@ def test_the_rest_of_a_prompt_meets_what_is_left_of_its_beginning():
     found = engines.tokens(model, PROMPTS, early, rows=R, slots=2, packed=16)
     assert found == [expected(model, prompt, 12, context=min(12, len(prompt))) for prompt in PROMPTS]
     assert found != engines.tokens(model, PROMPTS, SOME, rows=R, slots=2, packed=16)
+
+
+@pytest.mark.parametrize("name", ["tiny_llama", "tiny_mistral"])
+def test_a_snapshot_goes_on_with_what_was_left(name, tmp_path):
+    """Heads' pages and lengths, and the pages of windows, are part of the state; another eviction is another model."""
+    model = evicting(named("h2o"), rows=10, every=4) if name == "tiny_llama" else tiny(name)
+    options = Options(rows=R, slots=2, packed=16, segment_seconds=1e-6)
+    running = job.Job(model, options)
+    for request in engines.requests(PROMPTS, SOME):
+        running.add(request)
+    ended = [output for _ in range(9) for output in running.advance().finished]
+    snapshots.save(running, tmp_path)
+    resumed = snapshots.resume(model, tmp_path, options)
+    assert resumed.state is not None and resumed.plan == running.plan
+    while resumed.unfinished:
+        ended += resumed.advance().finished
+    found = {output.request.index: list(output.tokens) for output in ended}
+    assert [found[i] for i in range(len(PROMPTS))] == engines.tokens(model, PROMPTS, SOME, rows=R, slots=2, packed=16)
+    if model.eviction is not None:
+        other = dataclasses.replace(model, eviction=dataclasses.replace(model.eviction, every=5))
+        with pytest.raises(UserError, match=r"is of another model \(evict "):
+            snapshots.resume(other, tmp_path, options)
