@@ -191,8 +191,8 @@ def test_loading_options_reach_the_loader(model, monkeypatch):
     }
     assert all(type(seen[name]) is str for name in ("dtype", "kv_dtype", "layers"))
     invoke("generate", "a")
-    nothing = dict.fromkeys(("what", "context", "dtype", "kv_dtype", "rope", "mesh"))
-    assert seen == nothing | {"layers": "unrolled"}
+    nothing = dict.fromkeys(("what", "context", "dtype", "kv_dtype", "rope", "mesh", "evict", "keep"))
+    assert seen == nothing | {"layers": "unrolled", "evict_every": 32}
 
 
 @pytest.mark.slow
