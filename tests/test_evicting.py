@@ -32,6 +32,11 @@ def evicting(policy: Policy, name: str = "tiny_llama", storage: str = "float32",
     return dataclasses.replace(model, eviction=Eviction(policy, budget, **options))
 
 
+MOST = 64
+"""Rows of the longest sequence here: one shape, one compilation."""
+selected, divided = (jax.jit(function, static_argnums=0) for function in (select, adakv))
+
+
 # --- the same, with plain arrays ------------------------------------------------------------------------------
 class Plain:
     """One sequence: K and V of every layer and head in arrays of float32, and nothing paged."""
@@ -90,20 +95,18 @@ class Plain:
             counts = np.asarray(pyramid(what.budget, self.computed, layers, max(what.policy.recent, 1)))
         for layer in range(layers):
             mine = [self.rows[layer, head] for head in range(heads)]
-            longest = max(len(rows["k"]) for rows in mine)
 
-            def padded(name, mine=mine, longest=longest):
-                arrays = [np.pad(x := rows[name], [(0, longest - len(x))] + [(0, 0)] * (x.ndim - 1)) for rows in mine]
-                stacked = np.stack(arrays)
-                return jnp.asarray(stacked, jnp.int32 if name in ("positions", "seen") else jnp.float32)
+            def padded(name, mine=mine):
+                arrays = [np.pad(x := rows[name], [(0, MOST - len(x))] + [(0, 0)] * (x.ndim - 1)) for rows in mine]
+                return jnp.asarray(np.stack(arrays), jnp.int32 if name in ("positions", "seen") else jnp.float32)
 
             lengths = jnp.asarray([len(rows["k"]) for rows in mine], jnp.int32)
             seen = Rows(padded("k"), padded("v"), lengths, padded("positions"), jnp.int32(self.computed),
                         padded("weights"), padded("seen"))  # fmt: skip
             count = jnp.int32(counts[layer])
             if what.heads == "adakv":
-                count = adakv(what.policy, seen, count)
-            kept, count = map(np.asarray, select(what.policy, seen, count))
+                count = divided(what.policy, seen, count)
+            kept, count = map(np.asarray, selected(what.policy, seen, count))
             for head, rows in enumerate(mine):
                 places = kept[head, : count[head]]
                 rows |= {name: x[places] for name, x in rows.items()}
