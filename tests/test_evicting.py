@@ -150,7 +150,10 @@ CASES: dict[str, tuple[Policy, dict[str, Any]]] = {
 """A policy of each kind: what it watches, when it evicts, and how its budget is divided."""
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.slow] if name in ("tova", "observed", "knorm") else []) for name in CASES],
+)
 def test_tokens_are_those_of_plain_arrays(name):
     """Several prompts at once, in slots that others had before, with chunks that end anywhere."""
     policy, options = CASES[name]

@@ -82,7 +82,17 @@ def check_greedy(model: Model, name: str, **options) -> None:
     assert tokens(model, prompts, GREEDY, **options) == [golden[f"greedy_{i}"].tolist() for i in range(3)]
 
 
-@pytest.mark.parametrize("name", NAMES)
+VARIANTS = {
+    "deepseek_v2_lite", "mixtral_window", "gemma3_new", "qwen3_moe_step", "smollm3_window", "neox_sequential",
+    "falcon_sequential", "falcon_40b", "bloom_normed", "opt_plain", "gpt2_flags", "mpt_flags", "llama_linear",
+    "phi3_long", "mistral_nemo", "deepseek_v2",
+}  # fmt: skip
+"""Other options of a family: their logits are compared in a quick run, too."""
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] if name in VARIANTS else []) for name in NAMES]
+)
 def test_greedy_tokens(name):
     """64 tokens of three prompts of mixed lengths, through the one program."""
     check_greedy(model_of(name), name)
@@ -263,7 +273,7 @@ def test_integers_are_no_weights(tmp_path):
         load_model(source, family, family.config(source.config, None), dtype=jnp.float32)
 
 
-@pytest.mark.parametrize("name", ["deepseek_v3", "gpt_oss", "qwen3_moe"])
+@pytest.mark.parametrize("name", ["deepseek_v3", pytest.param("gpt_oss", marks=pytest.mark.slow)])
 def test_bfloat16(name):
     """Parameters, activations and cache of 16 bits: logits near those of 32, through the compiled loop."""
     model = model_of(name)

@@ -207,7 +207,7 @@ def test_little_memory_gives_the_same_tokens():
 
 
 # --- step by step -----------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("share", [True, False])
+@pytest.mark.parametrize("share", [True, pytest.param(False, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("windows", [HYBRID, WINDOWS, SHORT])
 def test_long_outputs_in_the_pages_of_their_windows(windows, share):
     """Each group holds what its window spans, whatever the length: pages for three windows serve three long outputs."""
@@ -305,7 +305,11 @@ class Machine(RuleBasedStateMachine):
 
 @pytest.mark.parametrize(
     ("windows", "pages", "spare"),
-    [(HYBRID, 14, 1), pytest.param(WINDOWS, None, 3, marks=pytest.mark.slow), (SHORT, 24, 0)],
+    [
+        (HYBRID, 14, 1),
+        pytest.param(WINDOWS, None, 3, marks=pytest.mark.slow),
+        pytest.param(SHORT, 24, 0, marks=pytest.mark.slow),
+    ],
 )
 def test_pages_add_up_whatever_happens(windows, pages, spare):
     kind = type("Windows", (Machine,), {"windows": windows, "pages": pages, "spare": spare})
