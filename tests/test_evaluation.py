@@ -468,7 +468,6 @@ def test_plots_need_matplotlib(folder, monkeypatch, tmp_path):
 
 
 def test_plots(tmp_path):
-    pytest.importorskip("matplotlib")
     results = []
     for kv, size in (("float32", 768.0), ("int8", 240.0)):
         cells = tuple(
