@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from flax import struct
 from jax.sharding import PartitionSpec
 
-from kvjax import evicting, prefix, spread
+from kvjax import coded, evicting, prefix, spread
 from kvjax import pages as page_pool
 from kvjax.control import for_each_page, when
 from kvjax.evicting import Eviction, HeadCache
@@ -78,8 +78,10 @@ class CacheConfig:
 
     @functools.cached_property
     def groups(self) -> tuple[KVSpec, ...]:
-        """The distinct specs: those that keep every row first, or the LEDGER where there are none."""
-        specs = tuple(dict.fromkeys(self.specs))
+        """The distinct specs: those that keep every row first, or the LEDGER where there are none. Layers that keep
+        their newest rows in full precision besides codes are of two groups."""
+        recent = (spec.recent for spec in self.specs)
+        specs = tuple(dict.fromkeys((*self.specs, *(spec for spec in recent if spec is not None))))
         whole = tuple(spec for spec in specs if not self.frees(spec) and not self.evicts(spec))
         return (whole or (LEDGER,)) + tuple(spec for spec in specs if self.frees(spec))
 
@@ -137,12 +139,13 @@ class CacheConfig:
 
     def layers_with(self, spec: KVSpec) -> tuple[int, ...]:
         """The layers that have a spec."""
-        return tuple(i for i, s in enumerate(self.specs) if s == spec)
+        return tuple(i for i, s in enumerate(self.specs) if spec in (s, s.recent))
 
-    def place_of(self, layer: int) -> tuple[int, int]:
-        """(group, index within the group) of a layer."""
-        group = self.groups.index(self.specs[layer])
-        return group, self.layers_of(group).index(layer)
+    def places_of(self, layer: int) -> tuple[tuple[int, int], ...]:
+        """(group, index within the group) of a layer; and of its newest rows in full precision, where it has them."""
+        spec = self.specs[layer]
+        groups = [self.groups.index(s) for s in (spec, spec.recent) if s is not None]
+        return tuple((group, self.layers_of(group).index(layer)) for group in groups)
 
     @property
     def page_bytes(self) -> int:
@@ -152,6 +155,8 @@ class CacheConfig:
     def bytes_of(self, group: int) -> int:
         """Bytes of one page id in every layer of a group, on each chip."""
         spec, layers = self.groups[group], len(self.layers_of(group))
+        if layers and spec.stored.codes is not None:
+            return layers * coded.page_bytes(self, self.on_chip(spec))
         return layers and layers * (self.rows // self.seq) * self.stored_row_bytes(self.on_chip(spec))
 
     @property
@@ -170,7 +175,7 @@ class CacheConfig:
         lanes = self.lanes_of(spec)
         if lanes is None:
             return spec.row_bytes
-        return lanes.row * jnp.dtype(spec.storage).itemsize + 4 * spec.scales
+        return lanes.row * spec.stored.dtype.itemsize + 4 * spec.scales
 
     def lanes_of(self, spec: KVSpec) -> Lanes | None:
         """Where heads lie in a layer's rows on a chip (`on_chip`), in the joined layout."""
@@ -210,12 +215,12 @@ class KVPages(struct.PyTreeNode):
       k: an array per layer, P pages in its first axis; or one array of L·P pages, layer l's page p at l·P + p.
       v: the same for values; empty where they lie in the same array (the joined layout, or `KVSpec.latent`).
       scales: (P, 2·K, R) float32, what codes of 8 bits are multiplied with, the heads of K first; (P, K, R) of latent
-        ones; empty where rows are not codes.
+        ones; of packed codes a pair, as `kvjax.pallas_kernels.packed` has them; empty where rows are not codes.
     """
 
     k: tuple[jax.Array, ...]
     v: tuple[jax.Array, ...]
-    scales: tuple[jax.Array, ...] = ()
+    scales: tuple[Any, ...] = ()
 
 
 class GroupCache(struct.PyTreeNode):
@@ -254,13 +259,21 @@ def _init_group(config: CacheConfig, group: int) -> GroupCache:
     spec, layers = config.groups[group], len(config.layers_of(group))
     pool = config.pool_of(group)
     arrays, pages = (min(layers, 1), layers * pool) if config.stacked else (layers, pool)
-    dtype, parts = jnp.dtype(spec.storage), config.parts_of(spec)
+    dtype, parts = spec.stored.dtype, config.parts_of(spec)
     held = config.on_chip(spec)
     lanes = Lanes(held.kv_heads, spec.key_dim, spec.value_dim, spec.latent)
-    kv = [init_pages(pages, config.rows, lanes, dtype, config.layout, parts) for _ in range(arrays)]
     table = BlockTable(
         jnp.zeros((config.slots, config.pages_per_slot), jnp.int32), jnp.zeros((config.slots,), jnp.int32)
     )
+    if spec.stored.codes is not None:
+        packed = [coded.init(config, held, pages, parts) for _ in range(arrays)]
+        codes = KVPages(
+            tuple(x.k for x in packed),
+            tuple(x.v for x in packed if x.v is not None),
+            tuple((x.k_scales, x.v_scales) for x in packed),
+        )
+        return GroupCache(codes, page_pool.init(pool), table)
+    kv = [init_pages(pages, config.rows, lanes, dtype, config.layout, parts) for _ in range(arrays)]
     return GroupCache(
         KVPages(
             tuple(k for k, _ in kv),
@@ -483,7 +496,12 @@ def copy_pages(
 
 def shardings(config: CacheConfig, kv: KVPages, group: int, *over: str) -> KVPages:
     """The PartitionSpec of each array of a group's K and V: heads over `model`, rows over `seq`, if `over` has them."""
-    model = MODEL if MODEL in over and config.parts_of(config.groups[group]) > 1 else None
+    group_spec = config.groups[group]
+    model = MODEL if MODEL in over and config.parts_of(group_spec) > 1 else None
+    if group_spec.stored.codes is not None:
+        k_pages, v_pages, *of_scales = coded.shardings(config, group_spec, model)
+        packed: Any = ((k_pages,) * len(kv.k), (v_pages,) * len(kv.v), (tuple(of_scales),) * len(kv.scales))
+        return KVPages(*packed)
     seq = SEQ if SEQ in over and config.seq > 1 else None
 
     def spec(heads: int, rows: int) -> PartitionSpec:
@@ -828,6 +846,15 @@ class Placement(struct.PyTreeNode):
     cuts: jax.Array | None = None
     divided: bool = struct.field(pytree_node=False, default=False)
 
+    def places(
+        self, config: CacheConfig, table: BlockTable, offset: jax.Array, total: int
+    ) -> tuple[jax.Array, jax.Array]:
+        """The page of each token, `offset` further on than the table says, and its row there: (T,) int32 both; the page
+        is `total` for padding."""
+        slots = jnp.minimum(self.slots, config.slots - 1)
+        page = table.pages[slots, jnp.minimum(self.positions // config.rows, config.pages_per_slot - 1)]
+        return jnp.where(self.slots < config.slots, page + offset, total), self.positions % config.rows
+
 
 def attend(
     config: CacheConfig,
@@ -872,26 +899,31 @@ def attend(
             soft_cap=soft_cap, sinks=sinks, slopes=slopes, up=up, backend=backend,
         )  # fmt: skip
         return cache.replace(by_head=_replaced(cache.by_head, h, heads)), out
-    g, index = (config.place_of(0)[0], layer) if config.stacked else config.place_of(int(layer))
-    group, spec = cache.groups[g], config.groups[g]
-    array = 0 if config.stacked else int(index)
-    offset = jnp.asarray(index, jnp.int32) * config.pool_of(g) if config.stacked else jnp.int32(0)
-    pages = _of_array(group.kv, array)
+    places = config.places_of(0 if config.stacked else int(layer))
+    arrays = [0 if config.stacked else index for _, index in places]
+    if config.stacked:
+        offsets = tuple(jnp.asarray(layer, jnp.int32) * config.pool_of(g) for g, _ in places)
+    else:
+        offsets = (jnp.int32(0),) * len(places)
+    groups, spec = [cache.groups[g] for g, _ in places], config.groups[places[0][0]]
+    pages = tuple(_of_array(group.kv, array) for group, array in zip(groups, arrays, strict=True))
+    tables = tuple(group.table for group in groups)
     held = config.on_chip(spec)
     what = AttentionSpec(
         scale, spec.window, soft_cap, spec.value_dim if spec.latent else None, config.layout, config.lanes_of(held)
     )
     features = {"sinks": sinks, "slopes": slopes, "up": up}
-    one = functools.partial(_attend, config, held, what, backend)
+    attend_one = _attend if spec.stored.codes is None else coded.attend
+    one = functools.partial(attend_one, config, held, what, backend)
     if not divided_here():
-        new, out = one(placement, pages, q, k, v, group.table, offset, features)
+        new, out = one(placement, pages, q, k, v, tables, offsets, features)
     else:
         parts, N = config.parts_of(spec), q.shape[1]
         repeats = parts * held.kv_heads // spec.kv_heads  # a kv head lies on as many chips
         if repeats > 1:
             k, v = jnp.repeat(k, repeats, axis=1), None if v is None else jnp.repeat(v, repeats, axis=1)
         by_heads = MODEL if N % config.model == 0 and (parts > 1 or held.kv_heads == 1) else None
-        where = shardings(config, pages, g, MODEL)
+        where = tuple(shardings(config, x, g, MODEL) for x, (g, _) in zip(pages, places, strict=True))
         of_kv = PartitionSpec(None, MODEL if parts > 1 else None)
         of_features = {name: None if x is None else PartitionSpec(by_heads) for name, x in features.items()}
         everywhere = PartitionSpec()
@@ -900,8 +932,11 @@ def attend(
             in_specs=(everywhere, where, PartitionSpec(None, by_heads), of_kv, None if v is None else of_kv,
                       everywhere, everywhere, of_features),
             out_specs=(where, PartitionSpec(None, by_heads)),
-        )(placement, pages, q, k, v, group.table, offset, features)  # fmt: skip
-    return cache.replace(groups=_replaced(cache.groups, g, group.replace(kv=_with_array(group.kv, array, new)))), out
+        )(placement, pages, q, k, v, tables, offsets, features)  # fmt: skip
+    changed = cache.groups
+    for (g, _), group, array, kv in zip(places, groups, arrays, new, strict=True):
+        changed = _replaced(changed, g, group.replace(kv=_with_array(group.kv, array, kv)))
+    return cache.replace(groups=changed), out
 
 
 def _of_array(kv: KVPages, array: int) -> KVPages:
@@ -920,27 +955,23 @@ def _attend(
     what: AttentionSpec,
     backend: str,
     placement: Placement,
-    pages: KVPages,
+    of_arrays: tuple[KVPages, ...],
     q: jax.Array,
     k: jax.Array,
     v: jax.Array | None,
-    table: BlockTable,
-    offset: jax.Array,
+    tables: tuple[BlockTable, ...],
+    offsets: tuple[jax.Array, ...],
     features: dict[str, jax.Array | None],
-) -> tuple[KVPages, jax.Array]:
+) -> tuple[tuple[KVPages, ...], jax.Array]:
     """`attend` on one chip, with what it holds of q, k, v and of the pages of one array of the group."""
-    n, deal = config.seq, None
-    R, total = config.rows // n, pages.k[0].shape[0]
+    (pages,), (table,), (offset,), n, deal = of_arrays, tables, offsets, config.seq, None
+    R, total, position = config.rows // n, pages.k[0].shape[0], placement.positions
+    page, row = placement.places(config, table, offset, total)
+    runs = config.slots
     if n > 1:
         deal = Deal(jax.lax.axis_index(SEQ), n)
-    slots, position = jnp.minimum(placement.slots, config.slots - 1), placement.positions
-    page = table.pages[slots, jnp.minimum(position // config.rows, config.pages_per_slot - 1)]
-    written = placement.slots < config.slots
-    row, runs = position % R, config.slots
-    if deal is not None:
-        written &= deal.owns(position, R)
+        page = jnp.where(deal.owns(position, R), page, total)
         row, runs = deal.rows_before(position, R) % R, config.slots + position.shape[0] // R
-    page = jnp.where(written, page + offset, total)
     of_rows = None
     if spec.scales:
         k, v, of_rows = quantize_kv(k, v, spec.storage)
@@ -980,10 +1011,10 @@ def _attend(
         )[0]  # fmt: skip
 
     if not (placement.divided and _goes_round(q, spec, what, features)):
-        return kept, over_pages(q)
+        return (kept,), over_pages(q)
     tokens = placement.row_starts[1:] - placement.row_starts[:-1]
     alone = ((tokens == 0) | (table.lengths == tokens)).all()  # nobody has rows of an earlier step
-    return kept, jax.lax.cond(every_engine(alone), around_the_ring, over_pages, q)
+    return (kept,), jax.lax.cond(every_engine(alone), around_the_ring, over_pages, q)
 
 
 def _goes_round(q: jax.Array, spec: KVSpec, what: AttentionSpec, features: dict[str, jax.Array | None]) -> bool:

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax import beam, embedding, job, processes, stops
+from kvjax import beam, embedding, job, processes, stops, storages
 from kvjax.cache_control import pins, without_marks
 from kvjax.checkpoints.place import load_model
 from kvjax.checkpoints.resolve import open_checkpoint
@@ -413,7 +413,8 @@ def load(
         `kvjax convert`; any path may be `gs://…`.
       context: longest prompt with output to serve; the checkpoint's own when None. Fixes length-dependent RoPE.
       dtype: of the parameters and activations; float32 on CPU and bfloat16 elsewhere when None.
-      kv_dtype: of the cached K and V; as `dtype` when None; also int8, float8_e4m3fn or float8_e5m2.
+      kv_dtype: of the cached K and V; as `dtype` when None; also int8, float8_e4m3fn, float8_e5m2, int4, kivi4, kivi2,
+        K and V apart as "int8/int4", and options of codes as "kivi4:recent=64" (`kvjax.storages`).
       mesh: devices with axes named as in `kvjax.sharding`; parameters go straight onto it. Over the devices of several
         processes (`kvjax.processes`), each of them has to call the same functions with the same arguments.
       layers: "unrolled" runs faster, "scanned" compiles one layer only.
@@ -446,7 +447,7 @@ def load(
     run_options, eviction = _options(options), eviction_of(evict, keep, evict_every)
     on_cpu = (mesh.devices.flat[0] if mesh is not None else jax.devices()[0]).platform == "cpu"
     dtype = _float_type("dtype", dtype or (jnp.float32 if on_cpu else jnp.bfloat16))
-    storage = _float_type("kv_dtype", kv_dtype or dtype, CODES).name
+    storage = _storage(kv_dtype, dtype.name)
     stacked = layers == "scanned"
     with open_checkpoint(what, FAMILIES) as source:
         if encoder := encoder_of(source.config):  # to a type checker an LLM: it refuses what an encoder cannot do
@@ -500,19 +501,26 @@ def _options(fields: Mapping[str, Any]) -> Options:
     return Options(**fields)
 
 
-CODES = ("int8", "float8_e4m3fn", "float8_e5m2")
-"""Number formats of 8 bits that K and V can have, with a scale for each row (docs/performance.md)."""
-
-
-def _float_type(name: str, dtype: Any, codes: tuple[str, ...] = ()) -> Any:
+def _float_type(name: str, dtype: Any) -> Any:
     try:
         found = jnp.dtype(dtype)
     except TypeError:
         found = None
-    known = ("float32", "bfloat16", "float16", *codes)
+    known = storages.FLOATS
     if found is None or found.name not in known:
         raise ModelError(f"{name} {dtype!r} is not implemented: give {', '.join(known[:-1])} or {known[-1]}.")
     return found
+
+
+def _storage(kv_dtype: Any, dtype: str) -> str:
+    """The storage of K and V, its name in full."""
+    if isinstance(kv_dtype, str):
+        return storages.resolve(str(kv_dtype), dtype)
+    try:
+        return storages.resolve(jnp.dtype(kv_dtype or dtype).name, dtype)
+    except TypeError:
+        known = ", ".join(storages.NAMES)
+        raise ModelError(f"kv_dtype is {kv_dtype!r}: give a name out of {known}, or a dtype.") from None
 
 
 _PROMPTS = (

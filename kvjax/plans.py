@@ -14,13 +14,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
-from kvjax import evicting, sampling, sharding
+from kvjax import evicting, sampling, sharding, storages
 from kvjax import state as engine_state
 from kvjax.cache import CacheConfig
 from kvjax.errors import RequestError
 from kvjax.evicting import Eviction
 from kvjax.pallas_kernels import Lanes, default_backend, default_layout
 from kvjax.pallas_kernels import check as check_pages
+from kvjax.pallas_kernels.rotation import hadamard
 from kvjax.sampling_params import SamplingParams
 from kvjax.state import EngineState, Program
 from kvjax.types import Family, Params
@@ -240,9 +241,17 @@ def _check(model: Model, options: Options, backend: str) -> None:
     if backend.startswith("gpu") and over["seq"] > 1:
         raise NotImplementedError("the GPU's kernels do not read sequences that are dealt over chips (mesh axis seq)")
     config = CacheConfig(model.family.kv_specs(model.config, model.storage), 1, rows, 1, **over)
-    for spec in map(config.on_chip, dict.fromkeys(config.specs)):
-        lanes = Lanes(spec.kv_heads, spec.key_dim, spec.value_dim, spec.latent)
-        check_pages(backend, layout, rows, spec.storage, lanes, model.dtype)
+    kept = dict.fromkeys(spec for s in config.specs for spec in (s, s.recent) if spec is not None)
+    for spec in map(config.on_chip, kept):
+        lanes, stored = Lanes(spec.kv_heads, spec.key_dim, spec.value_dim, spec.latent), spec.stored
+        if stored.codes is not None and over["seq"] > 1:
+            raise NotImplementedError("packed codes of a sequence that is dealt over chips (mesh axis seq)")
+        try:
+            if stored.rotate:
+                hadamard(spec.key_dim)
+            check_pages(backend, layout, rows, stored.dtype.name, lanes, model.dtype, codes=stored.codes)
+        except ValueError as error:  # rows or heads that the codes do not fit, whatever the backend
+            raise RequestError(f"K and V cannot be stored as {model.storage}: {error}.") from error
 
 
 def divided(model: Model) -> dict[str, int]:
@@ -261,7 +270,7 @@ def _rows(model: Model, options: Options, backend: str) -> int:
     evicted and each head rounds up to pages of its own."""
     if options.rows is not None:
         return options.rows
-    if backend.startswith("tpu") and jnp.dtype(model.storage).itemsize == 1:
+    if backend.startswith("tpu") and storages.parse(model.storage).dtype.itemsize == 1:
         return 128
     return 64 if model.eviction is None else 16
 
@@ -318,6 +327,8 @@ def _check_eviction(model: Model, config: CacheConfig, packed: int | None) -> No
         raise RequestError("Beams and embeddings do not evict rows: load the model without eviction.")
     if model.mesh is not None and math.prod(sharding.sizes(model.mesh).values()) > 1:
         raise RequestError("Rows are evicted on one device only so far: load without a mesh, or without eviction.")
+    if any(spec.stored.codes is not None for spec in config.specs):
+        raise RequestError("Rows of packed codes are not evicted so far: choose another kv_dtype, or no eviction.")
     if not config.by_head:
         raise RequestError("Every layer has a window that bounds its rows already: load without eviction.")
 

@@ -15,6 +15,9 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from kvjax import storages
+from kvjax.pallas_kernels import packed
+
 Params = Any
 """A pytree of arrays, of the structure that a family's `abstract` gives."""
 
@@ -28,9 +31,11 @@ class KVSpec:
       key_dim: H of the keys.
       value_dim: H of the values.
       window: keys a query sees, itself included; None sees all.
-      storage: dtype name of the stored rows, e.g. "float32", "bfloat16"; of 8 bits ("int8", "float8_e4m3fn",
-        "float8_e5m2") they are codes, with a float32 scale for each head's row of K and of V.
+      storage: how the rows are stored, a name in full of `kvjax.storages`: "float32", "bfloat16", …; of 8 bits ("int8",
+        "float8_e4m3fn", "float8_e5m2") they are codes, with a float32 scale for each head's row of K and of V; others
+        are packed codes. A layer whose window is no longer than the rows in full precision has no codes.
       latent: whether the values are the first `value_dim` numbers of the keys, and not stored again (MLA).
+      twin: whether these are the newest rows, in full precision, of layers that have codes of all rows, too.
     """
 
     kv_heads: int
@@ -39,19 +44,46 @@ class KVSpec:
     window: int | None = None
     storage: str = "bfloat16"
     latent: bool = False
+    twin: bool = False
+
+    def __post_init__(self) -> None:
+        stored = self.stored
+        if stored.recent and self.window is not None and self.window <= stored.recent:
+            object.__setattr__(self, "storage", stored.full)
+
+    @property
+    def stored(self) -> storages.Storage:
+        """What `storage` means."""
+        return storages.parse(self.storage)
+
+    @property
+    def recent(self) -> KVSpec | None:
+        """The newest rows in full precision that such a layer keeps, too; None where it keeps none."""
+        stored = self.stored
+        if not stored.recent:
+            return None
+        return dataclasses.replace(self, window=stored.recent, storage=stored.full, twin=True)
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of one token's K and V in one layer."""
-        stored = self.key_dim if self.latent else self.key_dim + self.value_dim
-        return self.kv_heads * stored * jax.numpy.dtype(self.storage).itemsize + 4 * self.scales
+        """Bytes of one token's K and V in one layer, but for those of rows in full precision."""
+        codes = self.stored.codes
+        if codes is not None:
+            per_key, per_value = (packed.BITS[kind] for kind in (codes.key, codes.value))
+            return self.kv_heads * (self.key_dim * per_key + self.value_dim * per_value) // 8 + 4 * self.scales
+        numbers = self.key_dim if self.latent else self.key_dim + self.value_dim
+        return self.kv_heads * numbers * self.stored.dtype.itemsize + 4 * self.scales
 
     @property
     def scales(self) -> int:
-        """Scales of one token in one layer: of its keys and its values in each head; 0 where rows are not codes."""
-        if jax.numpy.dtype(self.storage).itemsize > 1:
-            return 0
-        return self.kv_heads * (1 if self.latent else 2)
+        """Scales of one token in one layer, words of 4 bytes: one of its keys and one of its values in each head, one
+        for each group in KIVI; 0 where rows are not codes."""
+        codes = self.stored.codes
+        if codes is not None:
+            parts = ((codes.key, self.key_dim), (codes.value, self.value_dim))
+            each = sum(-(-dim // codes.group) if packed.grouped(kind) else 1 for kind, dim in parts)
+            return self.kv_heads * each
+        return self.kv_heads * (1 if self.latent else 2) if self.stored.scaled else 0
 
 
 @dataclasses.dataclass(frozen=True)

@@ -187,7 +187,7 @@ def rotation_error(config: kv_cache.CacheConfig, cache: Any, length: int) -> flo
     """Largest difference of the turning pair of K, of the prompt's last 64 tokens, from cosine and sine in float64."""
     position = np.arange(length - 64, length)
     page, row = where(config, position)
-    second = config.place_of(1)[0]
+    second = config.places_of(1)[0][0]
     k = np.asarray(cache.groups[second].kv.k[0])[page, 0, :, row].astype(np.float64)
     return float(max(np.abs(k[:, 0] - np.cos(position)).max(), np.abs(k[:, HEAD // 2] - np.sin(position)).max()))
 

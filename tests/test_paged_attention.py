@@ -149,6 +149,7 @@ RAGGED = {
     "chunks": Case(lengths=(50, 33, 64), queries=(13, 33, 1)),
     "decode rows beside a chunk": Case(lengths=(21, 3, 0, 70, 12), queries=(1, 1, 0, 45, 1)),
     "chunk longer than a block": Case(lengths=(100, 9), queries=(70, 9)),
+    "fewer rows than new tokens": Case(lengths=(5, 0, 20, 33), queries=(13, 9, 0, 70)),
     "many slots": Case(lengths=tuple(range(1, 41)), queries=(1,) * 40),
 }
 SPECS = {
@@ -437,7 +438,7 @@ write_codes = jax.jit(write_code_rows, static_argnums=(5, 6))
 @pytest.mark.parametrize("queries", [(1, 0, 1, 1), (1, 9, 0, 40)], ids=["decode", "chunks"])
 def test_packed_codes(queries, storage, backend):
     """Some rows are elsewhere, too, as they are where K has groups: the queries stand behind all rows held."""
-    case = Case((140, 20, 320, 257), queries, 4, 2, 64, 64, rows=128, pages=3)
+    case = Case((140, 5, 320, 257), queries, 4, 2, 64, 64, rows=128, pages=3)
     codes, layout = STORAGES[storage], LAYOUT_OF[backend]
     arrays, scales, meaning = in_bytes(case, codes, layout, "page" in storage)
     given = {"first": np.asarray([0, 0, 150, 100], np.int32), "ahead": np.asarray([3, 40, 0, 40], np.int32)}

@@ -147,5 +147,5 @@ def test_groups_follow_the_specs():
     config = CacheConfig((local, local, wide, local), slots=1, rows=16, pages_per_slot=1)
     assert config.groups == (local, wide)
     assert config.layers_of(0) == (0, 1, 3) and config.layers_of(1) == (2,)
-    assert config.place_of(3) == (0, 2) and config.place_of(2) == (1, 0)
+    assert config.places_of(3) == ((0, 2),) and config.places_of(2) == ((1, 0),)
     assert config.page_bytes == 4 * 16 * (2 * 2 * 64 * 2)

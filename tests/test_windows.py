@@ -165,7 +165,7 @@ def test_groups_that_keep_every_row_come_first():
     config = CacheConfig((narrow, wide, never, narrow), SLOTS, ROWS, COLUMNS)
     assert config.groups == (wide, never, narrow)
     assert [config.frees(spec) for spec in config.groups] == [False, False, True]
-    assert config.place_of(0) == (2, 0) and config.place_of(3) == (2, 1) and config.layers_of(1) == (2,)
+    assert config.places_of(0) == ((2, 0),) and config.places_of(3) == ((2, 1),) and config.layers_of(1) == (2,)
     assert CacheConfig((narrow,), SLOTS, ROWS, COLUMNS).groups == (LEDGER, narrow)
     assert CacheConfig((narrow,), SLOTS, ROWS, 1).groups == (narrow,)  # a slot cannot outgrow the window
 

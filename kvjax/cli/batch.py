@@ -158,6 +158,7 @@ def _settings(loading: Loading) -> dict[str, Any]:
     """What `kvjax.batch.identity` will say of the model, found out without loading it."""
     import jax
 
+    from kvjax import storages
     from kvjax.checkpoints.resolve import open_checkpoint
     from kvjax.eviction_options import described, eviction_of, keep_of
     from kvjax.models import FAMILIES, config_of, family_of
@@ -167,7 +168,7 @@ def _settings(loading: Loading) -> dict[str, Any]:
         model = source.describe()
     dtype = loading.dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16")
     settings = {"model": model, "context": config.context, "dtype": str(dtype)}
-    settings["kv_dtype"] = str(loading.kv_dtype or dtype)
+    settings["kv_dtype"] = storages.resolve(loading.kv_dtype or str(dtype), str(dtype))
     eviction = described(eviction_of(loading.evict, keep_of(loading.keep), loading.evict_every))
     settings |= {"rope": loading.rope} if loading.rope else {}
     return settings | ({} if eviction is None else {"evict": eviction})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kvjax.cli.interrupts import import_engine
-from kvjax.cli.options import Dtype, KVDtype, Layers, Loading, Seed
+from kvjax.cli.options import Dtype, Layers, Loading, Seed
 from kvjax.cli.runtime import note, status
 from kvjax.errors import RequestError
 
@@ -54,7 +55,7 @@ def evaluate(
 ) -> None:
     """Compare storages and evictions of the KV cache: perplexity, answers to questions on long texts, and bytes."""
     kinds = _kinds(tasks)
-    storages = _names("--kv", kv, [kind.value for kind in KVDtype])
+    storages = tuple(dict.fromkeys(re.split(r",\s*(?=[bik]|f(?!ull))", kv.strip())))  # options have commas, too
     sizes, budgets = _numbers(lengths), _shares(keep)
     prose = _text(text) if _PERPLEXITY in kinds else ""
     _check_targets(as_json, plot, heat_map)

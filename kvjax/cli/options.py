@@ -31,17 +31,6 @@ class Dtype(enum.StrEnum):
     float16 = "float16"
 
 
-class KVDtype(enum.StrEnum):
-    """Number formats that K and V can have."""
-
-    float32 = "float32"
-    bfloat16 = "bfloat16"
-    float16 = "float16"
-    int8 = "int8"
-    float8_e4m3fn = "float8_e4m3fn"
-    float8_e5m2 = "float8_e5m2"
-
-
 class Layers(enum.StrEnum):
     """How the program goes through the layers."""
 
@@ -56,7 +45,7 @@ class Loading:
     model: str | None = None
     context: int | None = None
     dtype: Dtype | None = None
-    kv_dtype: KVDtype | None = None
+    kv_dtype: str | None = None
     rope: str | None = None
     layers: Layers = Layers.unrolled
     mesh: str | None = None
@@ -77,7 +66,7 @@ class Loading:
             self.model,
             context=self.context,
             dtype=self.dtype and self.dtype.value,
-            kv_dtype=self.kv_dtype and self.kv_dtype.value,
+            kv_dtype=self.kv_dtype,
             layers=self.layers.value,
             rope=self.rope,
             mesh=_mesh(axes),
@@ -205,7 +194,7 @@ _LOADING = _table(
         ("model", str, "Hugging Face repo id, folder, .gguf file or gs://… (default: SmolLM2-135M)", "--model", "-m"),
         ("context", int, "Longest prompt with output to serve, in tokens (default: the model's own)"),
         ("dtype", Dtype, "Of parameters and activations (default: float32 on CPUs, else bfloat16)"),
-        ("kv_dtype", KVDtype, "Of the cached keys and values (default: as --dtype)"),
+        ("kv_dtype", str, "Of cached keys and values: int8, kivi4, int8/int4, … (default: as --dtype)"),
         (
             "rope",
             str,

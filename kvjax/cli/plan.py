@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kvjax.cli.interrupts import exit_at_once
-from kvjax.cli.options import Dtype, KVDtype
+from kvjax.cli.options import Dtype
 
 if TYPE_CHECKING:
     from kvjax.planner import Model
@@ -21,7 +21,7 @@ def plan(
         str | None, typer.Option(help="Tokens of a sequence: 131072, 128k, 1M (default: the model's)")
     ] = None,
     batch: Annotated[int, typer.Option(help="Sequences at once", min=1)] = 1,
-    kv: Annotated[KVDtype | None, typer.Option(help="Number format of K and V (default: as --dtype)")] = None,
+    kv: Annotated[str | None, typer.Option(help="Storage of K and V: int8, kivi4, … (default: as --dtype)")] = None,
     dtype: Annotated[Dtype, typer.Option(help="Number format of weights and activations")] = Dtype.bfloat16,
     mesh: Annotated[str | None, typer.Option(help="Such as seq=16,model=4 (default: the best that is found)")] = None,
     rows: Annotated[int | None, typer.Option(help="Tokens that a page holds on each device", min=1)] = None,
@@ -41,7 +41,7 @@ def plan(
         batch=batch,
         chips=chips,
         mesh=mesh,
-        storage=kv and kv.value,
+        storage=kv,
         dtype=dtype.value,
         rows=rows,
         packed=packed,

@@ -7,19 +7,17 @@ from collections.abc import Callable, Iterable, Sequence
 
 import jax.numpy as jnp
 
-from kvjax import plans
+from kvjax import plans, storages
 from kvjax.errors import RequestError
 from kvjax.evaluation import answering, scoring, tasks
 from kvjax.evaluation.perplexity import Perplexity, perplexity
 from kvjax.evaluation.tasks import Task
 from kvjax.evicting import Eviction
 from kvjax.eviction_options import eviction_of
-from kvjax.llm import CODES, LLM
+from kvjax.llm import LLM
 
 Place = tuple[str, int, float | None]
 """(kind, length, depth)."""
-
-STORAGES = ("float32", "bfloat16", "float16", *CODES)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,7 +25,7 @@ class Variant:
     """One way to keep K and V.
 
     Attributes:
-      kv: dtype name of the stored rows.
+      kv: how rows are stored (`kvjax.storages`).
       policy: which rows are evicted, as `kvjax.load(evict=…)` has it; "none" keeps all.
       budget: the share of the rows that is kept.
     """
@@ -42,8 +40,7 @@ class Variant:
 
     def check(self) -> None:
         """Raises RequestError for what there is not."""
-        if self.kv not in STORAGES:
-            raise RequestError(f"There is no KV storage {self.kv!r}: give some of {', '.join(STORAGES)}.")
+        storages.resolve(self.kv, "float32")
         if self.policy == "none" and self.budget != 1.0:
             raise RequestError(
                 f"Nothing is evicted, and the budget is {self.budget:g}: give a policy, or a budget of 1."
@@ -57,7 +54,8 @@ class Variant:
     def of(self, llm: LLM) -> LLM:
         """The model with K and V kept so; parameters are shared."""
         self.check()
-        model = dataclasses.replace(llm.model, storage=self.kv, eviction=self.eviction())
+        storage = storages.resolve(self.kv, llm.model.dtype)
+        model = dataclasses.replace(llm.model, storage=storage, eviction=self.eviction())
         return LLM(model, llm.tokenizer, llm.options, llm.description)
 
 

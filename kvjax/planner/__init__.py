@@ -15,8 +15,7 @@ import dataclasses
 import math
 from typing import Any
 
-import jax.numpy as jnp
-
+from kvjax import storages
 from kvjax.errors import RequestError
 from kvjax.planner import memory, roofline
 from kvjax.planner.chips import CHIPS, Chip, Slice, parse_chips
@@ -155,7 +154,7 @@ def plan(
       batch: sequences at once.
       chips: as `parse_chips` reads them: "v5p:4x4x4", "v5e:16", "h100:8".
       mesh: as `parse_mesh` reads it: "seq=16,model=4". The best that is found if None.
-      storage: of K and V: "bfloat16", "int8", "float8_e4m3fn", …; as dtype if None.
+      storage: of K and V: "bfloat16", "int8", "float8_e4m3fn", "kivi4", … (`kvjax.storages`); as dtype if None.
       dtype: of parameters and activations.
       rows: R; what the engine chooses if None.
       packed: T, tokens of a step that computes prompts.
@@ -221,23 +220,19 @@ def job_of(model: Model, chip: Chip, storage: str, dtype: str, rows: int | None 
     TPUs have joined rows, in pages of 128 where they are codes of 8 bits, since kernels apply so many scales at once;
     otherwise, and on GPUs, pages have 64 rows (`kvjax.plans`).
     """
-    for what, name in (("dtype", dtype), ("kv", storage)):
-        if name not in _STORAGES or (what == "dtype" and jnp.dtype(name).itemsize == 1):
-            known = [known for known in _STORAGES if what == "kv" or jnp.dtype(known).itemsize > 1]
-            raise RequestError(f"{what} is {name!r}: give one of {', '.join(known)}.")
+    if dtype not in storages.FLOATS:
+        raise RequestError(f"dtype is {dtype!r}: give one of {', '.join(storages.FLOATS)}.")
+    storage = storages.resolve(storage, dtype)
     tpu = chip.platform == "tpu"
     return Job(
         specs=model.family.kv_specs(model.config, storage),
         params=memory.params_of(model.family.abstract(model.config)),
         config=model.config,
         dtype=dtype,
-        rows=rows or (128 if tpu and jnp.dtype(storage).itemsize == 1 else 64),
+        rows=rows or (128 if tpu and storages.parse(storage).dtype.itemsize == 1 else 64),
         layout="joined" if tpu else "token_major",
         packed=packed,
     )
-
-
-_STORAGES = ("float32", "bfloat16", "float16", "int8", "float8_e4m3fn", "float8_e5m2")
 
 
 def suggestions(job: Job, where: Slice, context: int, batch: int) -> tuple[Suggestion, ...]:

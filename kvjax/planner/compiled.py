@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from kvjax import engines, plans, sharding
+from kvjax import engines, plans, sharding, storages
 from kvjax import state as engine_state
 from kvjax.checkpoints import place
 from kvjax.errors import ModelError, RequestError
@@ -86,7 +86,8 @@ def job_of(plan: Plan, mesh: Mesh) -> tuple[Any, tuple[Any, Any, Policy]]:
     params, stacked = params_of(plan.model, plan.dtype, mesh)
     tokens: Any = range(plan.model.config.vocab)  # their number counts, not their bytes
     model = plans.Model(
-        plan.model.family, plan.model.config, params, (0,), tokens, plan.dtype, plan.storage,
+        plan.model.family, plan.model.config, params, (0,), tokens, plan.dtype,
+        storages.resolve(plan.storage, plan.dtype),
         stacked, mesh.abstract_mesh,
     )  # fmt: skip
     slots = -(-plan.batch // plan.axes.data)

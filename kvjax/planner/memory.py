@@ -6,6 +6,7 @@ B slots of an engine, T tokens of a step that computes prompts, R rows a page an
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import math
 from collections.abc import Iterator, Sequence
@@ -66,8 +67,8 @@ class Job:
 
     @property
     def groups(self) -> dict[KVSpec, int]:
-        """The distinct specs, in order, and how many layers have each."""
-        return {spec: self.specs.count(spec) for spec in dict.fromkeys(self.specs)}
+        """The distinct specs, in order, and how many layers have each; those of newest rows in full precision, too."""
+        return dict(collections.Counter(_with_recent(self.specs)))
 
     @property
     def routing(self) -> Any:
@@ -193,7 +194,11 @@ def bytes_per_token(specs: Sequence[KVSpec]) -> int:
 
 def ideal_bytes(specs: Sequence[KVSpec], context: int) -> int:
     """Bytes of one sequence's K and V if layers with a window held so many rows, and no page were rounded up."""
-    return sum(spec.row_bytes * visible(spec, context) for spec in specs)
+    return sum(spec.row_bytes * visible(spec, context) for spec in _with_recent(specs))
+
+
+def _with_recent(specs: Sequence[KVSpec]) -> list[KVSpec]:
+    return [one for spec in specs for one in (spec, spec.recent) if one is not None]
 
 
 def visible(spec: KVSpec, context: int) -> int:
@@ -259,7 +264,8 @@ def _group(job: Job, size: Size, spec: KVSpec, layers: int) -> KVGroup:
 def row_bytes(job: Job, axes: Axes, spec: KVSpec) -> int:
     """Bytes of one token in one layer on a device, as the cache lays it out: lanes filled up, with scales."""
     one = dataclasses.replace(job, specs=(spec,))
-    return cache(one, Size(axes, 1, 1)).page_bytes // job.rows
+    config = cache(one, Size(axes, 1, 1))
+    return config.bytes_of(config.groups.index(spec)) // job.rows
 
 
 def replicated(group: KVGroup, axes: Axes) -> str | None:

@@ -102,7 +102,8 @@ def paged_attention(
     """Causal attention of T packed query tokens over the pages of their slots.
 
     The tokens of slot b are q[row_starts[b]:row_starts[b + 1]]; they are the last of its lengths[b] rows, all of
-    which have been written. Accumulation is in float32.
+    which have been written. If it has fewer rows than tokens, the first tokens see nothing. So with lengths less by w,
+    each token sees the rows from w before it on: all but the newest w. Accumulation is in float32.
 
     Args:
       q: (T, N, H) queries; tokens behind row_starts[B] are padding.

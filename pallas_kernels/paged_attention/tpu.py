@@ -145,8 +145,8 @@ def paged_attention(
         if up is not None:
             out = latent.values(out, up, h)
     used = jnp.arange(q.shape[0], dtype=jnp.int32) < row_starts[-1]
-    if deal is not None or first is not None or ahead is not None:  # and not of a slot of which nothing is here
-        used &= (alone | several)[jnp.minimum(query_slots(row_starts, q.shape[0]), alone.shape[0] - 1)]
+    # And not of a slot of which nothing is here.
+    used &= (alone | several)[jnp.minimum(query_slots(row_starts, q.shape[0]), alone.shape[0] - 1)]
     out = jnp.where(used[:, None, None], out, 0)
     return out, None if lse is None else jnp.where(used[:, None], lse, -jnp.inf)
 

@@ -141,7 +141,7 @@ def _worklist(
     if deal is not None:
         first_row, floor = (deal.rows_before(x, R) for x in (first_row, floor))
         last, nearest = (deal.rows_before(jnp.maximum(x, 0) + 1, R) - 1 for x in (last, nearest))
-    last = jnp.minimum(last, M * R - 1)
+    last = jnp.clip(last, -1, M * R - 1)  # none of them, where a slot has fewer rows than new tokens
     sink_visits = jnp.minimum(-(-sink_rows // S), last // S + 1)
     start = jnp.maximum(jnp.minimum(first_row // S, jnp.maximum(last, 0) // S), sink_visits)
     visits = jnp.maximum(sink_visits + jnp.maximum(last // S + 1 - start, 0), 1)
@@ -504,7 +504,8 @@ def _kernel(
 
     def page_range(j, i):
         """The first page of the visit's block, and the pages of the slot that are seen: < sinks, or first … last."""
-        return block_of(j, i) * per_block, -(-sink_rows // R), field(j, "first_page"), jax.lax.div(field(j, "last"), R)
+        last = jax.lax.shift_right_arithmetic(field(j, "last"), R.bit_length() - 1)  # −1 for none
+        return block_of(j, i) * per_block, -(-sink_rows // R), field(j, "first_page"), last
 
     def page_copies(into, page, p):
         """The copies of physical page `page` to place p of a KV buffer."""

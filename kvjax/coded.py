@@ -1,0 +1,181 @@
+"""Layers whose K and V are packed codes, some of them with their newest rows in full precision besides (KIVI).
+
+Codes are made once. Where a scale belongs to one row, a row's codes are written in the step that computes it. Where K
+has groups of rows, they are written when the group is full, out of the rows in full precision: those have pages of
+their own, of a group of layers (`CacheConfig.groups`) that gives back what is behind its window of W rows. A group of
+rows is never longer than W, so its rows are still there.
+
+Attention is two calls, merged. A token sees the W rows up to its own in full precision, and the codes of those before.
+So what it sees depends on its place alone, not on how the job was cut into steps. KIVI (2402.02750) keeps K's rows
+until a block of R is full, and V's newest R; here both are V's. A prompt's own tokens see codes, too, from W rows on;
+the authors' prompt sees none.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from kvjax.control import for_each_page
+from kvjax.pallas_kernels import (
+    AttentionSpec,
+    CodePages,
+    Lanes,
+    axes_of,
+    init_code_pages,
+    merge,
+    paged_attention,
+    read_pages,
+    rotate,
+    write_code_rows,
+    write_rows,
+)
+from kvjax.pallas_kernels.packed import grouped
+from kvjax.types import KVSpec
+
+if TYPE_CHECKING:
+    from kvjax.cache import BlockTable, CacheConfig, KVPages, Placement
+
+AT_ONCE = 16
+"""Groups of rows that are quantized in one go, at most."""
+
+
+def init(config: CacheConfig, spec: KVSpec, pages: int, parts: int) -> CodePages:
+    """Zeroed pages of one array, of all `parts` that a layer's heads are divided into; `spec` is one part's."""
+    codes = spec.stored.codes
+    assert codes is not None
+    lanes = Lanes(spec.kv_heads, spec.key_dim, spec.value_dim, spec.latent)
+    one = init_code_pages(pages, config.rows, lanes, codes, config.layout)
+    k, v, k_scales, v_scales = _head_axes(config, spec)
+
+    def wide(x: jax.Array, axis: int) -> jax.Array:
+        return jnp.concatenate([x] * parts, axis=axis) if parts > 1 else x
+
+    return CodePages(
+        wide(one.k, k),
+        None if one.v is None else wide(one.v, v),
+        wide(one.k_scales, k_scales),
+        wide(one.v_scales, v_scales),
+    )
+
+
+def page_bytes(config: CacheConfig, spec: KVSpec) -> int:
+    """Bytes of a page in one layer on a chip."""
+    return jax.eval_shape(lambda: init(config, spec, 1, 1)).nbytes
+
+
+def shardings(config: CacheConfig, spec: KVSpec, heads: str | None) -> tuple[PartitionSpec, ...]:
+    """Of the codes of K and of V, and the scales of K and of V: heads over that mesh axis."""
+    return tuple(PartitionSpec(*(None,) * axis, heads) for axis in _head_axes(config, spec))
+
+
+def _head_axes(config: CacheConfig, spec: KVSpec) -> tuple[int, int, int, int]:
+    """Which axis counts heads, of the codes of K and of V, and of the scales of K and of V."""
+    codes, ((k, _), (v, _)) = spec.stored.codes, axes_of(config.layout)
+    assert codes is not None
+    return k, v, 2 if grouped(codes.key) else 1, 1
+
+
+def attend(
+    config: CacheConfig,
+    spec: KVSpec,
+    what: AttentionSpec,
+    backend: str,
+    placement: Placement,
+    pages: tuple[KVPages, ...],
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array | None,
+    tables: tuple[BlockTable, ...],
+    offsets: tuple[jax.Array, ...],
+    features: dict[str, jax.Array | None],
+) -> tuple[tuple[KVPages, ...], jax.Array]:
+    """`kvjax.cache.attend` on one chip: `pages`, `tables` and `offsets` of the codes, then of the rows in full
+    precision, if there are any."""
+    stored, codes = spec.stored, spec.stored.codes
+    assert codes is not None and v is not None
+    W, sinks, slopes = stored.recent, features["sinks"], features["slopes"]
+    if stored.rotate:
+        q, k = rotate(q), rotate(k)
+    held = CodePages(pages[0].k[0], pages[0].v[0] if pages[0].v else None, *pages[0].scales[0])
+    full = pages[1] if W else None
+    if full is not None:
+        page, row = placement.places(config, tables[1], offsets[1], full.k[0].shape[0])
+        new_k, new_v = write_rows(
+            full.k[0], full.v[0] if full.v else None, k, v, page, row, config.layout,
+            slots=config.slots, max_query=placement.max_query, backend=backend,
+        )  # fmt: skip
+        full = full.replace(k=(new_k,), v=() if new_v is None else (new_v,))
+    if stored.grouped:
+        assert full is not None
+        held = _with_full_groups(config, spec, placement, held, full, tables, offsets, backend)
+    else:
+        page, row = placement.places(config, tables[0], offsets[0], held.k.shape[0])
+        held = write_code_rows(
+            held, k, v, page, row, codes, config.layout,
+            slots=config.slots, max_query=placement.max_query, backend=backend,
+        )  # fmt: skip
+    before = None if what.window is None else what.window - W
+    out, lse = paged_attention(
+        q, held.k, held.v, tables[0].pages + offsets[0], jnp.maximum(tables[0].lengths - W, 0), placement.row_starts,
+        dataclasses.replace(what, window=before, codes=codes), sinks=None if W else sinks, slopes=slopes,
+        scales=(held.k_scales, held.v_scales), max_query=placement.max_query, with_lse=W > 0, backend=backend,
+    )  # fmt: skip
+    kept = pages[0].replace(
+        k=(held.k,), v=() if held.v is None else (held.v,), scales=((held.k_scales, held.v_scales),)
+    )
+    if full is None:
+        return (kept,), out
+    near, near_lse = paged_attention(
+        q, full.k[0], full.v[0] if full.v else None, tables[1].pages + offsets[1], tables[1].lengths,
+        placement.row_starts, dataclasses.replace(what, window=W), slopes=slopes, max_query=placement.max_query,
+        backend=backend,
+    )  # fmt: skip
+    assert lse is not None and near_lse is not None
+    if slopes is not None:  # they were W rows nearer there
+        lse = lse - W * slopes[None, :]
+    merged, _ = merge(jnp.stack([out, near]), jnp.stack([lse, near_lse]), sinks)
+    return (kept, full), merged.astype(out.dtype)
+
+
+def _with_full_groups(
+    config: CacheConfig,
+    spec: KVSpec,
+    placement: Placement,
+    held: CodePages,
+    full: KVPages,
+    tables: tuple[BlockTable, ...],
+    offsets: tuple[jax.Array, ...],
+    backend: str,
+) -> CodePages:
+    """The codes of all groups of rows that this step filled, written."""
+    codes, lanes = spec.stored.codes, Lanes(spec.kv_heads, spec.key_dim, spec.value_dim)
+    assert codes is not None
+    G, R, P = codes.group, config.rows, held.k.shape[0]
+    T, B = placement.slots.shape[0], config.slots
+    tokens = placement.row_starts[1:] - placement.row_starts[:-1]
+    lengths = tables[0].lengths
+    within = jnp.arange(G, dtype=jnp.int32)
+
+    def quantize(held: CodePages, slot: jax.Array, number: jax.Array) -> CodePages:
+        """Groups (W,) of slots (W,), B for none."""
+        here, own = slot < B, jnp.minimum(slot, B - 1)
+        column = jnp.clip(number * G // R, 0, config.pages_per_slot - 1)
+        source, target = (table.pages[own, column] + offset for table, offset in zip(tables, offsets, strict=True))
+        rows = number[:, None] * G % R + within[None, :]  # (W, G)
+        k, v = (
+            jnp.take_along_axis(x, rows[..., None, None], axis=1).reshape(-1, *x.shape[2:])
+            for x in read_pages(full.k[0], full.v[0] if full.v else None, source, lanes, config.layout)
+        )
+        page = jnp.repeat(jnp.where(here, target, P), G)
+        return write_code_rows(
+            held, k, v, page, rows.reshape(-1), codes, config.layout,
+            slots=slot.shape[0], max_query=G, backend=backend,
+        )  # fmt: skip
+
+    first, last = (lengths - tokens) // G, lengths // G
+    return for_each_page(first, last, quantize, held, width=min(AT_ONCE, T // G + B))
