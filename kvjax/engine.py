@@ -21,7 +21,7 @@ from kvjax.cache import Cache, KVPages, Placement
 from kvjax.control import when
 from kvjax.requests import CANCELLED, LENGTH, RUNNING, STOPPED, WAITING, Rows
 from kvjax.sharding import any_engine, every_engine, of_first, whole
-from kvjax.state import EngineState, Policy, Program, cached, of_slots, running
+from kvjax.state import EngineState, Policy, Program, cached, of_slots, pages_in_use, running
 from kvjax.types import Params
 
 
@@ -119,6 +119,7 @@ def step(program: Program, params: Params, state: EngineState, policy: Policy, p
         computed=stats.computed + tokens.sum(dtype=jnp.int32),
         evicted=stats.evicted + reserved.evicted,
         copied=stats.copied + reserved.copies[0].count,
+        peak=jnp.maximum(stats.peak, pages_in_use(reserved.cache)),  # nothing else in a step takes pages
     )
     state = state.replace(cache=kv_cache.with_pages(state.cache, kv), step=state.step + 1, stats=stats)
     if cuts is not None:

@@ -78,6 +78,9 @@ class Report:
       hit: tokens of prompts that were not computed, because another request had.
       preempted: how often a request had to give way because pages ran out.
       evicted: pages that the prefix index gave up for others.
+      peak_pages: most pages in use at once since the job began, prefixes that are kept included: of all groups of
+        layers, in the engine that had the most. Where rows are evicted, a page is one head's.
+      peak_bytes: of these pages on each chip, scales and unfilled rows included; what `kv_bytes` bounds.
     """
 
     finished: tuple[Output, ...]
@@ -87,6 +90,8 @@ class Report:
     hit: int
     preempted: int
     evicted: int
+    peak_pages: int
+    peak_bytes: int
 
 
 @dataclasses.dataclass
@@ -179,7 +184,7 @@ class Job:
         self.several = processes.spans(sharding.mesh_of(model.params))
         self._told: int | None = None  # process 0's clock
         self._cancelled: list[Output] = []
-        self._before = dict.fromkeys(_STATISTICS, 0)
+        self._before = dict.fromkeys((*_STATISTICS, *_PEAKS), 0)
         self._seen: dict[str, np.ndarray] = {}  # of each engine, at the last look
         self._at: dict[int, int] = {}  # the engine of each live request
 
@@ -237,7 +242,7 @@ class Job:
             running = self._view() if follow else []
         counts = self.statistics()
         waiting = len(self.waiting) + int(self._seen["waiting"].sum() if self.state is not None else 0)
-        return Report(tuple(finished), tuple(running), waiting, **{name: counts[name] for name in _STATISTICS})
+        return Report(tuple(finished), tuple(running), waiting, **counts)
 
     def _run(self, more: bool) -> list[Output]:
         assert self.plan is not None and self.program is not None
@@ -467,7 +472,7 @@ class Job:
         self._began = self._clock() - memory.seconds
         self._cancelled = [_held(entry, reason) for entry, reason in memory.ended]
         self.waiting = collections.deque(e for e in memory.entries if state is None or e.order not in memory.live)
-        self._before = dict(memory.total if state is None else memory.before)
+        self._before |= memory.total if state is None else memory.before
         if state is None:
             return
         assert self.plan is not None and self.plan == memory.plan
@@ -519,10 +524,16 @@ class Job:
         """The counters of a `Report`."""
         if self.state is None:
             return dict(self._before)
-        return {name: self._before[name] + int(self._seen[name].sum()) for name in _STATISTICS}
+        assert self.plan is not None
+        counts = {name: self._before[name] + int(self._seen[name].sum()) for name in _STATISTICS}
+        pages, sizes = self._seen["peak"], plans.page_bytes(self.plan.cache)  # (E, G), (G,)
+        # The LEDGER's pages have no bytes: they count tokens, and hold nothing.
+        peaks = int((pages @ (sizes > 0)).max()), int((pages @ sizes).max())
+        return counts | {name: max(self._before[name], peak) for name, peak in zip(_PEAKS, peaks, strict=True)}
 
 
-_STATISTICS = ("computed", "hit", "preempted", "evicted")
+_STATISTICS = ("computed", "hit", "preempted", "evicted")  # summed up over engines
+_PEAKS = ("peak_pages", "peak_bytes")
 _STALE = ((0, 0, 0), 0)  # of a table that the device has to be given again
 
 

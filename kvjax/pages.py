@@ -62,6 +62,11 @@ def allocate(pool: PagePool, want: jax.Array, step: jax.Array) -> tuple[PagePool
     return pool.replace(height=pool.height - taken, refs=refs, last_use=last_use), page
 
 
+def in_use(pool: PagePool) -> jax.Array:
+    """() int32: pages that have an owner."""
+    return pool.free.shape[0] - pool.height
+
+
 def share(pool: PagePool, page: jax.Array, step: jax.Array) -> PagePool:
     """Adds an owner to each page of (W,) int32; P is skipped, a page named twice gains two owners."""
     refs = pool.refs.at[page].add(1, mode="drop")

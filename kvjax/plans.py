@@ -377,6 +377,13 @@ def _with_head_pages(config: CacheConfig, kv_bytes: int) -> CacheConfig:
     return dataclasses.replace(config, head_pages=tuple(int(count * share) for count in most))
 
 
+def page_bytes(config: CacheConfig) -> np.ndarray:
+    """(G,) int64 bytes of a page in all its layers on each chip, scales included: of each group, and then of each that
+    has pages by head, with what is noted of their rows."""
+    groups = [config.bytes_of(group) for group in range(len(config.groups))]
+    return np.asarray([*groups, *(evicting.page_bytes(config, spec) for spec in config.by_head)], np.int64)
+
+
 def _queue(cache: CacheConfig, options: Options) -> int:
     """Four rows a slot, fewer where they are long: 64 MiB of tokens at most, but two a slot."""
     if options.queue is not None:

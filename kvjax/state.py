@@ -12,6 +12,7 @@ from flax import struct
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from kvjax import cache as kv_cache
+from kvjax import pages as page_pool
 from kvjax import prefix
 from kvjax import requests as table
 from kvjax.cache import Cache, CacheConfig
@@ -63,7 +64,7 @@ class Slots(struct.PyTreeNode):
 
 
 class Statistics(struct.PyTreeNode):
-    """What has happened so far; () int32 each.
+    """What has happened so far; () int32 each, but for the last.
 
     Attributes:
       computed: tokens passed through the model.
@@ -71,6 +72,8 @@ class Statistics(struct.PyTreeNode):
       preempted: how often a request had to give way because pages ran out.
       evicted: pages of group 0 that the prefix index gave up.
       copied: pages of group 0 that were copied before a write.
+      peak: (G,) int32 most pages in use at once, of each group and then of each that has pages by head; a page that
+        only the prefix index owns is in use.
     """
 
     computed: jax.Array
@@ -78,6 +81,7 @@ class Statistics(struct.PyTreeNode):
     preempted: jax.Array
     evicted: jax.Array
     copied: jax.Array
+    peak: jax.Array
 
 
 class Policy(struct.PyTreeNode):
@@ -151,9 +155,11 @@ def init(
     """
     config = program.cache
     index = prefix.init(config.pool_pages, config.rows, len(config.groups)) if program.share else None
-    counters = Statistics(*(jnp.int32(0) for _ in range(5)))
+    cache = kv_cache.init(config)
+    names = "computed", "hit", "preempted", "evicted", "copied"
+    counters = Statistics(**{name: jnp.int32(0) for name in names}, peak=jnp.zeros_like(pages_in_use(cache)))
     return EngineState(
-        cache=kv_cache.init(config),
+        cache=cache,
         index=index,
         requests=table.init(rows, config.capacity, config.pages_per_slot, biases, stops, program.logprobs),
         line=table.line(rows),
@@ -163,6 +169,12 @@ def init(
         step=jnp.int32(0),
         stats=counters,
     )
+
+
+def pages_in_use(cache: Cache) -> jax.Array:
+    """(G,) int32: pages that have an owner, of each group and then of each that has pages by head."""
+    pools = [*(group.pool for group in cache.groups), *(group.pool for group in cache.by_head)]
+    return jnp.stack([page_pool.in_use(pool) for pool in pools])
 
 
 def shardings(program: Program, state: EngineState, mesh: Mesh | None) -> EngineState | None:

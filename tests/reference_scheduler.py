@@ -106,6 +106,7 @@ class Scheduler:
       blocked: the first in the line did not fit, and no page was given back since.
       steps: run so far.
       computed, hit, preempted, evicted, copied: counters.
+      peak: most pages with an owner at once.
       expired, unpinned: of the evicted pages, those past their time, and those pinned still.
     """
 
@@ -120,6 +121,7 @@ class Scheduler:
         self.blocked = False
         self.steps = 0
         self.computed = self.hit = self.preempted = self.evicted = self.copied = self.expired = self.unpinned = 0
+        self.peak = 0
 
     # --- the host's side --------------------------------------------------------------------------------------
     def submit(self, requests: Sequence[Request]) -> None:
@@ -396,6 +398,7 @@ class Scheduler:
             self.computed += plan[slot.number]
             while len(slot.pages) < self.pages_for(slot.cached):
                 slot.pages.append(self.new_page(slot.number))
+        self.peak = max(self.peak, self.pages - self.free)
         return starved, cached
 
     def need(self, slot: Slot, tokens: int) -> int:

@@ -122,7 +122,7 @@ def whole(model: Model, sequence: Sequence[int]) -> np.ndarray:
     def attend(cache, layer, q, k, v, scale, *, soft_cap=None, sinks=None, slopes=None, up=None):
         spec = specs[layer]
         q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
-        S, N, H = q.shape
+        (S, N), K = q.shape[:2], k.shape[1]
         near = np.arange(S)[:, None] - np.arange(S)[None, :]  # how far back a row is
         codes, recent = spec.stored.codes, spec.stored.recent
         pairs = [(k, v, near >= 0)]
@@ -134,7 +134,7 @@ def whole(model: Model, sequence: Sequence[int]) -> np.ndarray:
         keys, values = (np.concatenate([pair[i] for pair in pairs]) for i in (0, 1))
         out = np.zeros((S, N, v.shape[2]))
         for n in range(N):
-            head = n // (N // k.shape[1])
+            head = n // (N // K)
             scores = q[:, n] @ keys[:, head].T * scale
             if soft_cap:
                 scores = soft_cap * np.tanh(scores / soft_cap)
@@ -190,7 +190,7 @@ def test_rotated_keys_give_what_keys_give():
 
 # --- however the job is run -----------------------------------------------------------------------------------
 def alone(model: Model, params: SamplingParams) -> list[list[int]]:
-    return [outputs(model, [request], rows=32)[0].tokens for request in requests(PROMPTS, params)]
+    return [list(outputs(model, [request], rows=32)[0].tokens) for request in requests(PROMPTS, params)]
 
 
 @pytest.mark.parametrize(
@@ -206,7 +206,7 @@ def alone(model: Model, params: SamplingParams) -> list[list[int]]:
 )
 def test_tokens_do_not_depend_on_how_the_job_is_run(options):
     model = coded("kivi4:recent=32")
-    assert tokens(model, PROMPTS, SAMPLED, **{"rows": 32, **options}) == [list(x) for x in alone(model, SAMPLED)]
+    assert tokens(model, PROMPTS, SAMPLED, **{"rows": 32, **options}) == alone(model, SAMPLED)
 
 
 def test_prefixes_and_preemption(monkeypatch):
@@ -221,7 +221,7 @@ def test_prefixes_and_preemption(monkeypatch):
         return dataclasses.replace(plans.with_window_pages(config, packed), pages=6)
 
     monkeypatch.setattr(plans, "_within", few)
-    preempted, done = 0, {}
+    preempted, done = 0, dict[int, tuple[int, ...]]()
     for report in job.run(model, asked, Options(rows=32, slots=4, packed=64, segment_seconds=0.1)):
         preempted = report.preempted
         done |= {o.request.index: o.tokens for o in report.finished}

@@ -1,5 +1,6 @@
 """The loop: a request's tokens depend on nothing but the request."""
 
+import dataclasses
 import functools
 
 import jax
@@ -13,6 +14,8 @@ from hypothesis import strategies as st
 import kvjax.engines
 from kvjax import job, plans
 from kvjax.errors import RequestError
+from kvjax.evicting import Eviction
+from kvjax.eviction import Budget, named
 from kvjax.plans import Options, Request
 from kvjax.sampling_params import SamplingParams
 
@@ -86,6 +89,51 @@ def test_preemption_recomputes_the_same_tokens():
         done.update({o.request.index: o for o in report.finished})
     assert preempted > 0
     assert [done[i].tokens for i in range(len(asked))] == [o.tokens for o in outputs(model, asked)]
+
+
+def peaks(model, lengths, **options):
+    """(peak_pages, peak_bytes) of a job of prompts of these lengths with 4 tokens of output each, pages of 8 rows."""
+    asked = requests(prompts(lengths), SamplingParams(max_new_tokens=4))
+    options = {"rows": 8, "share_prefixes": False, **options}
+    report = list(job.run(model, asked, Options(**options)))[-1]
+    return report.peak_pages, report.peak_bytes
+
+
+@pytest.mark.parametrize("storage", ["float32", "int8"])
+def test_a_job_reports_the_most_pages_that_were_in_use_at_once(storage):
+    model = tiny(MODEL, storage=storage)
+    page_bytes = 8 * sum(spec.row_bytes for spec in model.family.kv_specs(model.config, storage))
+    # The last token of an output is never cached: at most 20 rows of 17 + 4 tokens, in 3 pages, and 8 and 12 rows.
+    assert peaks(model, [5, 17, 9], slots=1) == (3, 3 * page_bytes)
+    assert peaks(model, [5, 17, 9], slots=4) == (1 + 3 + 2, 6 * page_bytes)
+
+
+def test_pages_kept_for_others_are_in_use():
+    model = tiny(MODEL)
+    assert peaks(model, [16, 16, 16], slots=1)[0] == 3  # 19 rows
+    # Two full pages of each stay as long as there are others, and there are 4.
+    assert peaks(model, [16, 16, 16], slots=1, share_prefixes=True)[0] == 4
+
+
+def test_where_rows_are_evicted_the_peak_is_of_heads():
+    """A prompt of 32 rows is whole before it is compressed to 8; the next one meets only what is left of it."""
+    model = tiny(MODEL)
+    specs = model.family.kv_specs(model.config, "float32")
+    model = dataclasses.replace(model, eviction=Eviction(named("knorm"), Budget(rows=8)))
+    heads = sum(spec.kv_heads for spec in specs)
+    page_bytes = 8 * (specs[0].row_bytes // specs[0].kv_heads + 4)  # and a row's position
+    assert peaks(model, [32], slots=1) == (4 * heads, 4 * heads * page_bytes)
+    assert peaks(model, [32, 32], slots=2, packed=32) == ((4 + 2) * heads, (4 + 2) * heads * page_bytes)
+
+
+def test_the_peak_stays_when_a_job_begins_again_with_larger_shapes():
+    model, asked = tiny(MODEL), requests(prompts([30, 3]), SamplingParams(max_new_tokens=4))
+    one = job.Job(model, Options(rows=8, slots=1, share_prefixes=False))
+    before = list(job.drive(one, asked[:1]))[-1]
+    one.withdraw()
+    after = list(job.drive(one, asked[1:]))[-1]
+    assert before.peak_pages == after.peak_pages == 5
+    assert before.peak_bytes == after.peak_bytes > 0
 
 
 def test_preemption_keeps_logprobs_and_stop_state():

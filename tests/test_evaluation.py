@@ -372,6 +372,12 @@ def test_a_variant_is_another_storage_of_the_same_model(llm):
     # About 512 tokens of prompt and up to 24 of the answer, in pages of 64 rows
     assert all(768 * 576 / 536 <= c.bytes_per_token < 768 * 576 / 513 for c in exact.cells)
     assert 768 <= exact.bytes_per_token < 768 * 1.1
+    # Three tasks at once, each in 9 pages of 64 rows when it ends.
+    assert exact.usage is not None and coded.usage is not None
+    assert (exact.usage.peak_pages, exact.usage.peak_bytes) == (27, 27 * 64 * 768)
+    assert (coded.usage.peak_pages, coded.usage.peak_bytes) == (27, 27 * 64 * 240)
+    stored = [report.from_dict(json.loads(json.dumps(one))) for one in report.as_dict([exact, coded])]
+    assert report.as_dict(stored) == report.as_dict([exact, coded])
     lines = report.table([exact, coded]).splitlines()
     assert lines[0].split() == HEAD
     assert lines[1].split()[:1] + lines[1].split()[3:4] == ["float32", "+0.00%"] and lines[2].startswith("int8")
@@ -387,7 +393,7 @@ def test_the_mean_of_scores_weighs_tasks_alike():
 
 def test_variants_that_there_are_not(llm):
     for variant, word in (
-        (variants.Variant("int3"), "no KV storage 'int3'"),
+        (variants.Variant("int3"), "cannot be stored as 'int3'"),
         (variants.Variant("int8", "magic", 0.5), "Eviction policy 'magic' is not one of none, truncate"),
         (variants.Variant("int8", "h2o", 1.5), "share=1.5, but a number above 0 and up to 1"),
         (variants.Variant("int8", "none", 0.5), "Nothing is evicted, and the budget is 0.5"),
@@ -413,13 +419,17 @@ def invoke(*args):
 
 
 def test_the_command_compares_storages(folder, llm, tmp_path):
-    out, text = tmp_path / "out.json", tmp_path / "text.txt"
+    out, lines, text = tmp_path / "out.json", tmp_path / "lines.jsonl", tmp_path / "text.txt"
     text.write_text("bado fuga " * 20)
-    how = ("--text", text, "--window", 64, "--lengths", "512", "--depths", 2, "--samples", 1, "--kv", "float32,int8")
-    result = invoke(
-        folder, "--context", 2048, "--layers", "scanned", "--tasks", "perplexity,needle,words", *how, "--json", out
-    )
+    what = ("--text", text, "--window", 64, "--lengths", "512", "--depths", 2, "--samples", 1, "--kv", "float32,int8")
+    how = (folder, "--context", 2048, "--layers", "scanned", "--tasks", "perplexity,needle,words", *what)
+    result = invoke(*how, "--json", out, "--lines", lines)
     assert result.exit_code == 0
+    # Once more: everything is in the file already.
+    written = lines.read_text()
+    again = invoke(*how, "--lines", lines)
+    assert (again.stdout, again.stderr.count("tasks"), lines.read_text()) == (result.stdout, 0, written)
+    assert [json.loads(line)["kv"] for line in written.splitlines()] == ["float32", "int8"]
     head, exact, coded = result.stdout.splitlines()
     assert head.split() == HEAD
     found = json.loads(out.read_text())
@@ -459,6 +469,13 @@ def test_texts_that_are_none(folder, tmp_path):
         path.write_bytes(data)
         result = invoke(folder, "--text", path)
         assert result.exit_code == 2 and word in result.stderr
+
+
+def test_lines_of_another_file(folder, tmp_path):
+    path = tmp_path / "lines.jsonl"
+    path.write_text('{"settings": 1}\n{"a": 2}\n')
+    result = invoke(folder, "--tasks", "perplexity", "--window", 16, "--lines", path)
+    assert result.exit_code == 2 and f"Line 2 of {path} is no result of kvjax eval" in result.stderr
 
 
 def test_plots_need_matplotlib(folder, monkeypatch, tmp_path):

@@ -123,7 +123,7 @@ def view_of(state: EngineState) -> View:
         waiting=state.line.count,
         blocked=state.blocked,
         step=state.step,
-        stats=jnp.stack(jax.tree.leaves(state.stats)),
+        stats=jnp.stack(jax.tree.leaves(state.stats.replace(peak=state.stats.peak[0]))),
         refs=jnp.stack([g.pool.refs for g in groups]),
         last_use=jnp.stack([g.pool.last_use for g in groups]),
         free=jnp.stack([g.pool.free for g in groups]),
@@ -303,7 +303,9 @@ class Pair:
         assert line == [request.order for request in model.line]
         assert bool(view.blocked) == model.blocked
         assert int(view.step) == model.steps
-        assert view.stats.tolist() == [model.computed, model.hit, model.preempted, model.evicted, model.copied]
+        assert view.stats.tolist() == [
+            *(model.computed, model.hit, model.preempted, model.evicted, model.copied, model.peak)
+        ]
         running = [int(view.order[row]) if row < QUEUE else None for row in view.slots]
         assert running == [slot and slot.request.order for slot in model.slots]
 

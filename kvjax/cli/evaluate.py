@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
+import hashlib
 import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -16,7 +18,7 @@ from kvjax.cli.runtime import note, status
 from kvjax.errors import RequestError
 
 if TYPE_CHECKING:
-    from kvjax.evaluation.variants import Result
+    from kvjax.evaluation.variants import Grid, Result, Variant
     from kvjax.llm import LLM
 
 _PERPLEXITY = "perplexity"
@@ -49,6 +51,10 @@ def evaluate(
     dtype: Annotated[Dtype | None, typer.Option(help="Of parameters (default: float32 on CPUs, else bfloat16)")] = None,
     rope: Annotated[str | None, typer.Option(help="Scale RoPE as for generate, e.g. yarn:4")] = None,
     layers: Annotated[Layers, typer.Option(help="How the program goes through the layers")] = Layers.unrolled,
+    lines: Annotated[
+        Path | None,
+        typer.Option(help="File that gets a JSON line a variant when it is measured; those it has are not run again"),
+    ] = None,
     as_json: Annotated[Path | None, typer.Option("--json", help="File to write everything measured to")] = None,
     plot: Annotated[Path | None, typer.Option(help="PNG to draw quality against bytes in")] = None,
     heat_map: Annotated[Path | None, typer.Option("--heatmap", help="PNG to draw the needle's grid in")] = None,
@@ -58,7 +64,7 @@ def evaluate(
     storages = tuple(dict.fromkeys(re.split(r",\s*(?=[bik]|f(?!ull))", kv.strip())))  # options have commas, too
     sizes, budgets = _numbers(lengths), _shares(keep)
     prose = _text(text) if _PERPLEXITY in kinds else ""
-    _check_targets(as_json, plot, heat_map)
+    _check_targets(lines, as_json, plot, heat_map)
     if heat_map is not None and "needle" not in kinds:
         raise RequestError("--heatmap shows the needle: add needle to --tasks.")
     import_engine()
@@ -75,15 +81,21 @@ def evaluate(
     with status("loading"):
         llm = Loading(model=model, context=context, dtype=dtype, rope=rope, layers=layers).load(slots=slots)
     window = min(1024, llm.context) if window is None else window
-    results = variants.measure(
-        llm,
-        compared,
-        text=llm.tokenizer.encode(prose) if prose else (),
-        window=window,
-        stride=max(1, window // 2) if stride is None else stride,
-        grid=grid,
-        on_start=note,
-    )
+    stride = max(1, window // 2) if stride is None else stride
+    found = _Lines(lines, _settings(llm, prose, window, stride, grid, rope))
+    missing = [variant for variant in compared if variant not in found.results]
+    if missing:
+        variants.measure(
+            llm,
+            missing,
+            text=llm.tokenizer.encode(prose) if prose else (),
+            window=window,
+            stride=stride,
+            grid=grid,
+            on_start=note,
+            on_result=found.add,
+        )
+    results = [found.results[variant] for variant in compared]
     print(report.table(results))
     if as_json is not None:
         _write_json(as_json, llm, results)
@@ -91,6 +103,55 @@ def evaluate(
         report.plot(results, plot)
     if heat_map is not None:
         report.heat_map(results, heat_map)
+
+
+def _settings(llm: LLM, prose: str, window: int, stride: int, grid: Grid | None, rope: str | None) -> dict[str, Any]:
+    """What results depend on, apart from the variant, as JSON has it."""
+    text = {"sha256": hashlib.sha256(prose.encode()).hexdigest(), "window": window, "stride": stride}
+    return {
+        "model": llm.description,
+        "dtype": llm.model.dtype,
+        "rope": rope,
+        "context": llm.context,
+        "text": text if prose else None,
+        "tasks": None if grid is None else json.loads(json.dumps(dataclasses.asdict(grid))),
+    }
+
+
+class _Lines:
+    """The results so far, each written to a file, if there is one, as it comes.
+
+    Attributes:
+      results: by variant; those in the file that were measured with the same settings are there from the beginning.
+    """
+
+    def __init__(self, path: Path | None, settings: dict[str, Any]):
+        from kvjax.evaluation import report
+
+        self._path, self._settings = path, settings
+        self.results: dict[Variant, Result] = {}
+        if path is None or not path.exists():
+            return
+        for number, line in enumerate(_text(path).splitlines() if path.stat().st_size else (), 1):
+            try:
+                read = json.loads(line)
+                if read["settings"] == settings:
+                    result = report.from_dict(read)
+                    self.results[result.variant] = result
+            except (ValueError, KeyError, TypeError) as error:
+                raise RequestError(f"Line {number} of {path} is no result of kvjax eval: give another file.") from error
+
+    def add(self, result: Result) -> None:
+        from kvjax.evaluation import report
+
+        self.results[result.variant] = result
+        if self._path is not None:
+            line = json.dumps({"settings": self._settings, **report.as_dict([result])[0]}, ensure_ascii=False)
+            try:
+                with self._path.open("a", encoding="utf-8") as file:
+                    file.write(line + "\n")
+            except OSError as error:
+                raise RequestError(f"{self._path} cannot be written ({error.strerror}): give another path.") from error
 
 
 def _names(option: str, text: str, known: Sequence[str]) -> tuple[str, ...]:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from kvjax.errors import RequestError
 from kvjax.evaluation.tasks import Task, recall
+from kvjax.job import Report
 from kvjax.llm import LLM
 from kvjax.sampling_params import SamplingParams
 
@@ -64,7 +65,14 @@ def prompt(llm: LLM, task: Task, *, chat: bool = False) -> Prompt:
     return Prompt((*ids, *llm.tokenizer.encode(tail, add_special_tokens=False)), len(ids))
 
 
-def answers(llm: LLM, tasks: Sequence[Task], *, chat: bool = False, aware: bool = True) -> list[Answer]:
+def answers(
+    llm: LLM,
+    tasks: Sequence[Task],
+    *,
+    chat: bool = False,
+    aware: bool = True,
+    on_report: Callable[[Report], None] | None = None,
+) -> list[Answer]:
     """Greedy answers to tasks, generated as one batch job.
 
     Args:
@@ -72,6 +80,7 @@ def answers(llm: LLM, tasks: Sequence[Task], *, chat: bool = False, aware: bool 
       tasks: what is asked.
       chat: as `prompt` has it.
       aware: whether a model that evicts rows does so when it has seen the question, or before.
+      on_report: as `LLM.generate` has it.
 
     Raises:
       RequestError: a prompt and its answer exceed the context, or the memory for K and V.
@@ -80,7 +89,7 @@ def answers(llm: LLM, tasks: Sequence[Task], *, chat: bool = False, aware: bool 
     cuts = [one.compress_at(aware) for one in asked]
     params = [SamplingParams(max_new_tokens=task.room, evict_at=cut) for task, cut in zip(tasks, cuts, strict=True)]
     found = []
-    answered = llm.generate([one.ids for one in asked], params) if asked else []
+    answered = llm.generate([one.ids for one in asked], params, on_report=on_report) if asked else []
     for task, cut, done in zip(tasks, cuts, answered, strict=True):
         if done.finish_reason == "too_long":
             raise RequestError(f"kv_bytes is too small for a {task.kind} task: raise it, or give smaller lengths.")

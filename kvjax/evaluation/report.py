@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kvjax.errors import RequestError
-from kvjax.evaluation.variants import Result
+from kvjax.evaluation.perplexity import Perplexity
+from kvjax.evaluation.scoring import Scores
+from kvjax.evaluation.variants import Cell, Result, Usage, Variant
 
 
 def as_dict(results: Sequence[Result]) -> list[dict[str, Any]]:
@@ -20,6 +23,7 @@ def as_dict(results: Sequence[Result]) -> list[dict[str, Any]]:
             "row_bytes": result.row_bytes,
             "bytes_per_token": result.bytes_per_token,
             "perplexity": _perplexity(result),
+            "usage": None if result.usage is None else dataclasses.asdict(result.usage),
             "tasks": [
                 {
                     "task": cell.kind,
@@ -51,6 +55,28 @@ def _perplexity(result: Result) -> dict[str, float | int] | None:
         "allocated_bytes": found.scores.allocated,
         "peak_bytes": found.scores.peak,
     }
+
+
+def from_dict(found: Mapping[str, Any]) -> Result:
+    """The inverse of `as_dict` for one variant, but for the log-probabilities of the text."""
+    text, usage, perplexity = found["perplexity"], found["usage"], None
+    if text is not None:
+        scores = Scores((), text["allocated_bytes"], text["peak_bytes"], text["bytes_per_token"])
+        perplexity = Perplexity(text["nats"], text["tokens"], text["text_bytes"], scores)
+    cells = tuple(
+        Cell(
+            cell["task"],
+            cell["length"],
+            cell["depth"],
+            cell["score"],
+            cell["samples"],
+            tuple(cell["answers"]),
+            cell["bytes_per_token"],
+        )
+        for cell in found["tasks"]
+    )
+    variant = Variant(found["kv"], found["policy"], found["budget"])
+    return Result(variant, perplexity, cells, found["row_bytes"], None if usage is None else Usage(**usage))
 
 
 def table(results: Sequence[Result]) -> str:

@@ -22,7 +22,7 @@ from kvjax.cache import Cache, CacheConfig, Placement
 from kvjax.errors import RequestError
 from kvjax.evicting import NEVER
 from kvjax.plans import Model, Options
-from kvjax.state import Program
+from kvjax.state import Program, pages_in_use
 from kvjax.types import Params
 
 After = Callable[[Cache, jax.Array], Cache]
@@ -71,16 +71,16 @@ class Scores:
     bytes_per_token: float
 
 
-@functools.partial(jax.jit, static_argnames=("program", "most", "after", "evict"), donate_argnames=("cache",))
+@functools.partial(jax.jit, static_argnames=("program", "most", "after"), donate_argnames=("cache",))
 def score(
     program: Program,
     params: Params,
     cache: Cache,
     chunk: Chunk,
+    evict: jax.Array,
     *,
     most: int,
     after: After | None = None,
-    evict: bool = False,
 ) -> tuple[Cache, jax.Array, jax.Array]:
     """Computes one chunk; the cache is donated.
 
@@ -89,9 +89,9 @@ def score(
       params: the model's parameters.
       cache: with room for the chunk's tokens.
       chunk: the tokens.
+      evict: () bool; whether rows are evicted when the chunk is in the cache, if the program evicts any.
       most: static; most tokens that a text has in a chunk.
       after: applied to the cache when the chunk is in it.
-      evict: static; whether rows are evicted then, as the program says.
 
     Returns:
       The cache; (T,) float32 log-probabilities of the targets, in nats; and (groups,) int32 pages in use when the
@@ -106,20 +106,16 @@ def score(
     rows = (held - chunk.row_starts[:-1])[owner] + jnp.arange(T, dtype=jnp.int32)
     placement = Placement(chunk.slots, rows, chunk.row_starts, most)
     if program.cache.eviction is not None:
-        cuts = chunk.seen + tokens if evict else jnp.full_like(tokens, NEVER)
+        cuts = jnp.where(evict, chunk.seen + tokens, NEVER)
         placement = placement.replace(positions=chunk.positions, cuts=cuts)
     cache, hidden = engine.compute(program, params, cache, chunk.ids, placement, chunk.positions)
-    before = _in_use(cache)
-    if evict:
-        cache = kv_cache.evict(program.cache, cache, tokens > 0, chunk.seen + tokens, now)
+    before = pages_in_use(cache)
+    cache = kv_cache.trim(program.cache, cache, held, now)
+    if program.cache.eviction is not None:
+        cache = kv_cache.evict(program.cache, cache, evict & (tokens > 0), chunk.seen + tokens, now)
     if after is not None:
         cache = after(cache, chunk.seen + tokens)
-    return cache, _of_targets(program, params, hidden, chunk.targets), jnp.stack([before, _in_use(cache)])
-
-
-def _in_use(cache: Cache) -> jax.Array:
-    pools = [*(group.pool for group in cache.groups), *(group.pool for group in cache.by_head)]
-    return jnp.stack([pool.free.shape[0] - pool.height for pool in pools])
+    return cache, _of_targets(program, params, hidden, chunk.targets), jnp.stack([before, pages_in_use(cache)])
 
 
 def _of_targets(program: Program, params: Params, hidden: jax.Array, targets: jax.Array) -> jax.Array:
@@ -175,9 +171,10 @@ def logprobs(
     longest = max(map(len, texts))
     if model.eviction is not None and after is not None:
         raise RequestError("The model evicts rows itself: give it without eviction, or leave out `after`.")
-    packed = None if model.eviction is None else min(chunk, longest)
-    config = plans.cache_config(model, min(slots, len(texts)), longest, options, packed)
-    if config.pages is not None:
+    slots = min(slots, len(texts))
+    packed = slots * min(chunk, longest)
+    config = plans.cache_config(model, slots, longest, options, packed)
+    if config != plans.cache_config(model, slots, longest, dataclasses.replace(options, kv_bytes=1 << 60), packed):
         raise RequestError(
             f"kv_bytes is {options.kv_bytes}, too few for {config.slots} texts of {longest} tokens: raise kv_bytes."
         )
@@ -187,12 +184,11 @@ def logprobs(
         _batch(program, model.params, texts[first : first + config.slots], width, after, compress_at)
         for first in range(0, len(texts), config.slots)
     ]
-    page_bytes, allocated = _page_bytes(config)
-    used = [counts @ page_bytes for _, counts in batches]  # (steps, 2) bytes
+    used = [counts @ plans.page_bytes(config) for _, counts in batches]  # (steps, 2) bytes
     held = sum(int(steps[-1, 1]) for steps in used)
     return Scores(
         tuple(itertools.chain.from_iterable(found for found, _ in batches)),
-        allocated,
+        config.kv_bytes,
         max(int(steps.max()) for steps in used),
         held / sum(map(len, texts)),
     )
@@ -214,14 +210,6 @@ def _check(model: Model, texts: Sequence[Sequence[int]], chunk: int, slots: int,
         raise RequestError(f"compress_at is {compress_at}, and no text has so many tokens: give a smaller one.")
 
 
-def _page_bytes(config: CacheConfig) -> tuple[np.ndarray, int]:
-    """(groups,) bytes of a page of each group in all its layers, scales included; and of all arrays together."""
-    cache = jax.eval_shape(lambda: kv_cache.init(config))
-    groups = [(group.kv, group.pool) for group in cache.groups] + [(group.kv, group.pool) for group in cache.by_head]
-    sizes = [sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(kv)) for kv, _ in groups]
-    return np.asarray([size // pool.free.shape[0] for size, (_, pool) in zip(sizes, groups, strict=True)]), sum(sizes)
-
-
 def bytes_per_row(model: Model, options: Options) -> float:
     """Bytes that a job's cache allocates for a token's K and V in all layers, scales and padding included, and what is
     noted of rows that may be evicted."""
@@ -241,9 +229,9 @@ def _batch(
     cache, parts, used = _empty(program.cache), [], []
     for begin, end in _steps(max(map(len, texts)), width, compress_at):
         here = compress_at in (None, end)
-        now, evict = after if here else None, here and program.cache.eviction is not None
         chunk = _packed(texts, begin, end, program.cache.slots, width)
-        cache, values, pages = score(program, params, cache, chunk, most=width, after=now, evict=evict)
+        evict, now = np.bool_(here), after if here else None
+        cache, values, pages = score(program, params, cache, chunk, evict, most=width, after=now)
         parts.append((chunk, values))
         used.append(pages)
     found = [np.zeros((len(text) - 1,), np.float32) for text in texts]

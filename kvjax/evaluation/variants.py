@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Callable, Iterable, Sequence
 
 import jax.numpy as jnp
@@ -14,6 +15,7 @@ from kvjax.evaluation.perplexity import Perplexity, perplexity
 from kvjax.evaluation.tasks import Task
 from kvjax.evicting import Eviction
 from kvjax.eviction_options import eviction_of
+from kvjax.job import Report
 from kvjax.llm import LLM
 
 Place = tuple[str, int, float | None]
@@ -56,7 +58,9 @@ class Variant:
         self.check()
         storage = storages.resolve(self.kv, llm.model.dtype)
         model = dataclasses.replace(llm.model, storage=storage, eviction=self.eviction())
-        return LLM(model, llm.tokenizer, llm.options, llm.description)
+        # Texts and tasks begin alike by chance only; what the index kept of those that ended would count as in use.
+        options = dataclasses.replace(llm.options, share_prefixes=False)
+        return LLM(model, llm.tokenizer, options, llm.description)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,6 +88,43 @@ class Cell:
 
 
 @dataclasses.dataclass(frozen=True)
+class Usage:
+    """What a job of tasks took.
+
+    Attributes:
+      peak_pages: as `kvjax.job.Report` has them.
+      peak_bytes: also.
+      computed: tokens passed through the model in `seconds`, prompts included.
+      generated: tokens of the answers that ended in them.
+      seconds: from the first report on, which the job's programs are compiled before; 0.0 if there was one only.
+      cpu_seconds: of this process in them, on all cores: other processes disturb them less.
+    """
+
+    peak_pages: int
+    peak_bytes: int
+    computed: int
+    generated: int
+    seconds: float
+    cpu_seconds: float
+
+
+class _Meter:
+    """Reads a Usage off a job's reports."""
+
+    def __init__(self) -> None:
+        self._reports: list[tuple[Report, float, float]] = []
+
+    def __call__(self, report: Report) -> None:
+        self._reports.append((report, time.perf_counter(), time.process_time()))
+
+    def usage(self) -> Usage:
+        (first, began, cpu_began), (last, ended, cpu_ended) = self._reports[0], self._reports[-1]
+        generated = sum(len(output.tokens) for report, *_ in self._reports[1:] for output in report.finished)
+        took = ended - began, cpu_ended - cpu_began
+        return Usage(last.peak_pages, last.peak_bytes, last.computed - first.computed, generated, *took)
+
+
+@dataclasses.dataclass(frozen=True)
 class Result:
     """What was measured of a variant.
 
@@ -92,12 +133,14 @@ class Result:
       perplexity: of the text, or None.
       cells: of the tasks.
       row_bytes: bytes that the cache allocates for K and V of a token in all layers, scales included.
+      usage: of the tasks' job, or None.
     """
 
     variant: Variant
     perplexity: Perplexity | None
     cells: tuple[Cell, ...]
     row_bytes: float
+    usage: Usage | None = None
 
     @property
     def bytes_per_token(self) -> float:
@@ -183,6 +226,7 @@ def measure(
     stride: int = 512,
     grid: Grid | None = None,
     on_start: Callable[[str], None] = lambda what: None,
+    on_result: Callable[[Result], None] = lambda result: None,
 ) -> list[Result]:
     """Measures variants of a model's cache, all on the same text and the same tasks.
 
@@ -194,6 +238,7 @@ def measure(
       stride: between windows.
       grid: of tasks; None for none.
       on_start: told what is about to be measured.
+      on_result: given each result as soon as it is there.
 
     Raises:
       RequestError: a variant, text or grid that there cannot be; before anything has run, where it can be known.
@@ -218,16 +263,25 @@ def measure(
         if made:
             on_start(f"{variant.name}: tasks")
         row_bytes = scoring.bytes_per_row(own.model, own.options)
-        results.append(Result(variant, found, tuple(_cells(own, made, grid, row_bytes)), row_bytes))
+        meter = _Meter()
+        cells = tuple(_cells(own, made, grid, row_bytes, meter))
+        results.append(Result(variant, found, cells, row_bytes, meter.usage() if made else None))
+        on_result(results[-1])
     return results
 
 
-def _cells(llm: LLM, made: dict[Place, list[Task]], grid: Grid | None, row_bytes: float) -> Iterable[Cell]:
+def _cells(
+    llm: LLM,
+    made: dict[Place, list[Task]],
+    grid: Grid | None,
+    row_bytes: float,
+    on_report: Callable[[Report], None],
+) -> Iterable[Cell]:
     """All tasks of all cells go through the engine as one job."""
     if grid is None:
         return
     everything = [task for some in made.values() for task in some]
-    answered = iter(answering.answers(llm, everything, chat=grid.chat, aware=grid.aware))
+    answered = iter(answering.answers(llm, everything, chat=grid.chat, aware=grid.aware, on_report=on_report))
     rows, eviction = plans.rows_of(llm.model, llm.options), llm.model.eviction
     for (kind, length, depth), some in made.items():
         mine = [next(answered) for _ in some]
