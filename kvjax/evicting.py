@@ -2,7 +2,8 @@
 
 A step appends the rows of its tokens to every head; a policy (`kvjax.eviction`) then says which rows of a head stay.
 They are moved together, and whole pages go back to the pool, all inside the loop. Rows keep the order of their tokens,
-so attention is causal by the order of the rows, and RoPE is in the keys already.
+so attention is causal by the order of the rows, and RoPE is in the keys already. Where positions
+are places in the cache, it is the queries that are turned on, for the sinks alone: see `_of_slots`.
 
 When rows are evicted depends on nothing but the request: after its prompt, and then every so many tokens. A prompt step
 never computes across such a point, so a request that gave way and is computed again loses the same rows.
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -20,8 +22,8 @@ from flax import struct
 
 from kvjax import pages as page_pool
 from kvjax.control import for_each_page, when
-from kvjax.errors import UserError
-from kvjax.eviction import Budget, Policy, Rows, adakv, gather, pyramid, select, share_of
+from kvjax.errors import ModelError, UserError
+from kvjax.eviction import Budget, Policy, Rows, adakv, angles, gather, pyramid, rotate, scores, select, share_of
 from kvjax.pages import NOWHERE, PagePool, pages_for
 from kvjax.pallas_kernels import (
     AttentionSpec,
@@ -35,7 +37,7 @@ from kvjax.pallas_kernels import (
     write_rows,
 )
 from kvjax.pallas_kernels.quantize import dequantize, quantize_kv
-from kvjax.types import KVSpec
+from kvjax.types import Family, KVSpec, Rotation
 
 if TYPE_CHECKING:
     from kvjax.cache import CacheConfig, Placement
@@ -54,6 +56,7 @@ class Eviction:
       every: tokens generated between two evictions, where the policy evicts while it decodes.
       layers: "uniform" budgets, or "pyramid".
       heads: "uniform" budgets, or "adakv".
+      rotations: of each layer, where the policy asks for them; `for_model` fills them in.
 
     Raises:
       UserError: a field is out of range, or the policy does not go with it.
@@ -64,6 +67,7 @@ class Eviction:
     every: int = 32
     layers: str = "uniform"
     heads: str = "uniform"
+    rotations: tuple[Rotation | None, ...] = ()
 
     def __post_init__(self) -> None:
         if self.policy.score is None:
@@ -76,12 +80,44 @@ class Eviction:
                 raise UserError(f"Budgets of {name} are {getattr(self, name)!r}, but {wanted} is needed.")
         if self.heads == "adakv" and self.policy.together:
             raise UserError(f"AdaKV divides rows among heads, but {self.policy.name!r} keeps the same rows in all.")
+        if self.policy.positions == "slot":
+            if self.policy.score is not scores.newest:
+                raise UserError(
+                    f"Eviction policy {self.policy.name!r} has positions='slot', which only sinks and the newest rows "
+                    "can have: leave positions out."
+                )
+            if self.budget.rows is not None and self.budget.rows < self.least:
+                raise UserError(
+                    f"Of {self.budget.rows} rows, {self.policy.sinks} are sinks and none is left for the newest: "
+                    f"give keep={self.least} or more."
+                )
         if self.policy.moments:
             raise UserError(f"Eviction policy {self.policy.name!r} needs moments of queries, which the engine lacks.")
 
+    @property
+    def least(self) -> int:
+        """Rows that stay whatever the budget says: with positions by place, the sinks, which have theirs for good, and
+        one row behind them."""
+        return self.policy.sinks + 1 if self.policy.positions == "slot" else 0
+
+    def for_model(self, family: Family, config: Any) -> Eviction:
+        """The same with what it has to know of the family. Raises ModelError."""
+        if self.policy.positions != "slot":
+            return self
+        if family.rotations is None:
+            raise ModelError(
+                f"Eviction policy {self.policy.name!r} turns queries by RoPE, and how {family.name} models turn them "
+                "is not known: leave positions out, or take another policy."
+            )
+        return dataclasses.replace(self, rotations=family.rotations(config))
+
     def kept(self, tokens: jax.Array) -> jax.Array:
         """Rows that stay of so many tokens, int32, in the mean of layers and heads."""
-        return self.budget.count(tokens)
+        return self.at_least(self.budget.count(tokens), tokens)
+
+    def at_least(self, count: jax.Array, tokens: jax.Array) -> jax.Array:
+        """A budget of so many tokens, both int32, but for the rows that stay whatever it says."""
+        return jnp.minimum(jnp.maximum(count, self.least), tokens)
 
     def _first(self, prompt: jax.Array) -> jax.Array:
         """Tokens after which rows go for the first time: the prompt, if it has more than the budget."""
@@ -290,16 +326,24 @@ def attend(
         raise UserError(
             f"Eviction policy {name!r} watches queries, which meet expanded latents: take knorm or streaming."
         )
-    several = spec.kv_heads > 1
-    out, lse = paged_attention(
-        q, kv.k[0], kv.v[0] if kv.v else None, pages if several else pages[:, 0], lengths if several else lengths[:, 0],
-        placement.row_starts, what, sinks=None if several else sinks, up=up, scales=kv.scales[0] if kv.scales else None,
-        max_query=placement.max_query, with_lse=watched is not None or (several and sinks is not None), backend=backend,
+    several, apart = spec.kv_heads > 1, _turned(config, layer)
+    over_rows = functools.partial(
+        paged_attention, k_pages=kv.k[0], v_pages=kv.v[0] if kv.v else None, table=pages if several else pages[:, 0],
+        row_starts=placement.row_starts, spec=what, up=up, scales=kv.scales[0] if kv.scales else None,
+        max_query=placement.max_query, backend=backend,
     )  # fmt: skip
-    if several and sinks is not None:
-        assert lse is not None
-        merged, lse = merge(out[None], lse[None], sinks)
-        out = merged.astype(out.dtype)
+    held = lengths if several else lengths[:, 0]
+    if apart is not None:
+        outs, lses = _of_slots(config.eviction, placement, over_rows, q, held, *apart)
+        merged, lse = merge(outs, lses, sinks)
+        out = merged.astype(q.dtype)
+    else:
+        joins = several and sinks is not None
+        out, lse = over_rows(q, lengths=held, sinks=None if joins else sinks, with_lse=watched is not None or joins)
+        if joins:
+            assert lse is not None
+            merged, lse = merge(out[None], lse[None], sinks)
+            out = merged.astype(out.dtype)
     if watched is not None:
         assert lse is not None and kv.weights is not None and kv.seen is not None
         weights, seen = add_row_weights(
@@ -309,6 +353,65 @@ def attend(
         )  # fmt: skip
         kv = kv.replace(weights=weights, seen=seen)
     return cache.replace(kv=kv), out
+
+
+def _turned(config: CacheConfig, layer: int | jax.Array) -> tuple[Rotation, jax.Array] | None:
+    """How a layer turns queries, and () bool whether it does, where positions are places in the cache. None: they are
+    not, or the layer knows no positions."""
+    assert config.eviction is not None
+    if config.eviction.policy.positions != "slot":
+        return None
+    all_layers = config.eviction.rotations
+    if not config.stacked:
+        one = all_layers[int(layer)]
+        return None if one is None else (one, jnp.bool_(True))
+    several = {one for one in all_layers if one is not None}
+    if len(several) > 1:
+        raise UserError("Layers that turn queries differently cannot be scanned: load with layers='unrolled'.")
+    turns = jnp.asarray([one is not None for one in all_layers])
+    return (several.pop(), turns[layer]) if several else None
+
+
+def _of_slots(
+    eviction: Eviction,
+    placement: Placement,
+    over_rows: Callable[..., tuple[jax.Array, jax.Array | None]],
+    q: jax.Array,
+    held: jax.Array,
+    rotation: Rotation,
+    turns: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+    """Attention where a row's position is its place among those held: outs (2, T, N, Hv) and lses (2, T, N) to merge.
+
+    RoPE makes products of distances. Those to the rows behind the sinks are what they were, for no row between two of
+    them, or between them and the query, has gone. The sinks' are smaller by the rows that went: to them, the query is
+    turned back by as many positions.
+
+    Args:
+      eviction: what is evicted.
+      placement: of the step's tokens.
+      over_rows: `paged_attention` over the layer's pages.
+      q: (T, N, H), position encoded.
+      held: (B,) or (B, K) int32 rows of each slot; of a slot's heads the same.
+      rotation: of the layer.
+      turns: () bool whether it does turn.
+    """
+    of_slot = held if held.ndim == 1 else held[:, 0]
+    slot = jnp.minimum(placement.slots, held.shape[0] - 1)
+    index = jnp.arange(q.shape[0], dtype=jnp.int32)
+    gone = placement.positions - (of_slot[slot] - placement.row_starts[slot + 1] + index)
+    cos, sin = (x[:, None, :] for x in angles(rotation.frequencies, jnp.where(turns, -gone, 0)))
+    shape = (*q.shape[:2], cos.shape[-1])
+    moved = rotate(
+        q[..., rotation.first :], jnp.broadcast_to(cos, shape), jnp.broadcast_to(sin, shape), rotation.interleaved
+    )
+    moved = jnp.concatenate([q[..., : rotation.first], moved], axis=-1)
+    first = jnp.minimum(held, eviction.policy.sinks)
+    both = (
+        over_rows(moved, lengths=first, ahead=held - first, with_lse=True),
+        over_rows(q, lengths=held, first=first, with_lse=True),
+    )
+    return jnp.stack([out for out, _ in both]), jnp.stack([lse for _, lse in both if lse is not None])
 
 
 def _watched(eviction: Eviction, placement: Placement) -> jax.Array | None:
@@ -412,7 +515,8 @@ def _evict_slot(
     L = pages.shape[0]
     budget = jnp.broadcast_to(eviction.kept(computed), (L,))
     if eviction.layers == "pyramid":
-        budget = pyramid(eviction.budget, computed, L, max(eviction.policy.recent, 1))
+        budget = pyramid(eviction.budget, computed, L, max(eviction.policy.recent, eviction.least, 1))
+        budget = eviction.at_least(budget, computed)
 
     def of_layer(l: jax.Array, held: tuple[HeadPages, jax.Array]) -> tuple[HeadPages, jax.Array]:
         kv, lengths = held

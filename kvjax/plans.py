@@ -62,6 +62,11 @@ class Model:
             return ""
         return f"{rope!r} to {self.config.context}"
 
+    @functools.cached_property
+    def own_eviction(self) -> Eviction | None:
+        """`eviction`, with what it has to know of this model. Raises ModelError."""
+        return None if self.eviction is None else self.eviction.for_model(self.family, self.config)
+
 
 @dataclasses.dataclass(frozen=True)
 class Options:
@@ -239,6 +244,8 @@ def _check(model: Model, options: Options, backend: str) -> None:
     over: Any = divided(model)
     if backend.startswith("gpu") and over["seq"] > 1:
         raise NotImplementedError("the GPU's kernels do not read sequences that are dealt over chips (mesh axis seq)")
+    if backend.startswith("gpu") and model.eviction is not None and model.eviction.policy.positions == "slot":
+        raise NotImplementedError("the GPU's kernels do not read parts of a sequence, as positions='slot' needs")
     config = CacheConfig(model.family.kv_specs(model.config, model.storage), 1, rows, 1, **over)
     for spec in map(config.on_chip, dict.fromkeys(config.specs)):
         lanes = Lanes(spec.kv_heads, spec.key_dim, spec.value_dim, spec.latent)
@@ -291,7 +298,7 @@ def cache_config(model: Model, slots: int, longest: int, options: Options, packe
         per_slot,
         stacked=model.stacked,
         layout=layout_of(model, options),
-        eviction=model.eviction,
+        eviction=model.own_eviction,
         **over,
     )
     if model.eviction is not None:

@@ -14,12 +14,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from engines import tiny
+from test_families import model_of
 
 from kvjax import job, plans, snapshots
 from kvjax.cache import LEDGER
-from kvjax.errors import RequestError, UserError
+from kvjax.errors import ModelError, RequestError, UserError
 from kvjax.evicting import NEVER, Eviction
-from kvjax.eviction import Budget, Policy, Rows, adakv, named, pyramid, select
+from kvjax.eviction import Budget, Policy, Rows, adakv, named, pyramid, scores, select
+from kvjax.models.positions import inverse_frequencies
 from kvjax.plans import Model, Options
 from kvjax.sampling_params import SamplingParams
 
@@ -61,8 +63,20 @@ class Plain:
         self.computed += len(tokens)
         return np.asarray(model.family.unembed(model.params, model.config, hidden[-1:]))[0]
 
+    def _turned(self, x: np.ndarray, positions: np.ndarray) -> np.ndarray:
+        """x (S, …, H) with RoPE for so many positions more, in complex float64."""
+        config = self.model.config
+        frequencies, _ = inverse_frequencies(config.rope, config.context)
+        n = len(frequencies)
+        pairs = x[..., :n].astype(np.float64) + 1j * x[..., n : 2 * n]
+        pairs *= np.exp(1j * np.multiply.outer(positions, frequencies)).reshape(len(x), *[1] * (x.ndim - 2), n)
+        return np.concatenate([pairs.real, pairs.imag, x[..., 2 * n :]], axis=-1)
+
     def _attend(self, layer, q, k, v, scale, watched):
         (T, N, H), K = q.shape, k.shape[1]
+        what = self.model.eviction
+        by_place = what is not None and what.policy.positions == "slot"
+        own = self.computed + np.arange(T)
         out = np.zeros((T, N, v.shape[2]))
         for head in range(K):
             old = self.rows.setdefault((layer, head), {
@@ -74,9 +88,14 @@ class Plain:
             new = {"k": k[:, head], "v": v[:, head], "positions": self.computed + np.arange(T), "weights": zeros,
                    "seen": zeros.astype(np.int32)}  # fmt: skip
             rows = {name: np.concatenate([old[name], new[name]]) for name in old}
+            keys, queries = rows["k"], q
+            if by_place:  # without RoPE first, then with the place's, as the authors cache keys and number them
+                place = np.arange(held + T)
+                keys = self._turned(self._turned(keys, -rows["positions"]), place)
+                queries = self._turned(self._turned(q, -own), place[held:])
             causal = np.arange(held + T)[None, :] <= held + np.arange(T)[:, None]
             for n in range(head * N // K, (head + 1) * N // K):
-                scores = np.where(causal, q[:, n].astype(np.float64) @ rows["k"].T.astype(np.float64) * scale, -np.inf)
+                scores = np.where(causal, queries[:, n].astype(np.float64) @ keys.T.astype(np.float64) * scale, -np.inf)
                 p = np.exp(scores - scores.max(axis=1, keepdims=True))
                 p /= p.sum(axis=1, keepdims=True)
                 out[:, n] = p @ rows["v"]
@@ -90,9 +109,11 @@ class Plain:
         assert what is not None
         layers = max(layer for layer, _ in self.rows) + 1
         heads = len(self.rows) // layers
-        counts = np.full(layers, int(what.budget.count(self.computed)))
+        now = jnp.int32(self.computed)
+        counts = np.full(layers, int(what.kept(now)))
         if what.layers == "pyramid":
-            counts = np.asarray(pyramid(what.budget, self.computed, layers, max(what.policy.recent, 1)))
+            window = max(what.policy.recent, what.least, 1)
+            counts = np.asarray(what.at_least(pyramid(what.budget, self.computed, layers, window), now))
         for layer in range(layers):
             mine = [self.rows[layer, head] for head in range(heads)]
 
@@ -141,6 +162,8 @@ PROMPTS = [[(7 * i * i + 3 * seed) % 60 + 1 for i in range(count)] for seed, cou
 SOME = SamplingParams(max_new_tokens=12)
 CASES: dict[str, tuple[Policy, dict[str, Any]]] = {
     "streaming": (named("streaming", sinks=2), {"rows": 9, "every": 3}),
+    "by slot": (named("streaming", sinks=2, positions="slot"), {"rows": 9, "every": 3}),
+    "by slot, few": (named("streaming", sinks=4, positions="slot"), {"share": 0.3, "every": 4, "layers": "pyramid"}),
     "knorm": (named("knorm", sinks=1, recent=2), {"share": 0.4, "every": 5}),
     "h2o, pyramid": (named("h2o", recent=1), {"share": 0.5, "layers": "pyramid", "every": 6}),
     "tova": (named("tova"), {"rows": 8, "every": 1}),
@@ -148,11 +171,11 @@ CASES: dict[str, tuple[Policy, dict[str, Any]]] = {
     "snapkv, adakv": (named("snapkv", window=4), {"share": 0.5, "heads": "adakv"}),
 }
 """A policy of each kind: what it watches, when it evicts, and how its budget is divided."""
+SLOW = ("tova", "observed", "knorm", "by slot, few")
 
 
 @pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=[pytest.mark.slow] if name in ("tova", "observed", "knorm") else []) for name in CASES],
+    "name", [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in CASES]
 )
 def test_tokens_are_those_of_plain_arrays(name):
     """Several prompts at once, in slots that others had before, with chunks that end anywhere."""
@@ -160,6 +183,27 @@ def test_tokens_are_those_of_plain_arrays(name):
     model = evicting(policy, **options)
     found = engines.tokens(model, PROMPTS, SOME, rows=R, slots=2, packed=16)
     assert found == [expected(model, prompt, 12) for prompt in PROMPTS]
+    if policy.positions == "slot":
+        kept = dataclasses.replace(policy, positions="token")
+        assert found != [expected(evicting(kept, **options), prompt, 12) for prompt in PROMPTS]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["deepseek_v2_lite", "gpt_oss", "gpt2"])
+def test_places_as_positions_in_other_families(name):
+    """Latents whose queries are rotated behind dims that are not; logits that join each denominator; no RoPE at all.
+
+    Streaming over a budget that is never spent changes nothing; positions of a model without RoPE stay.
+    """
+    model = model_of(name)
+
+    def found(policy: Policy, rows: int) -> list[list[int]]:
+        what = Eviction(policy, Budget(rows=rows), every=3)
+        return engines.tokens(dataclasses.replace(model, eviction=what), PROMPTS, SOME, rows=R, slots=2, packed=16)
+
+    by_slot, kept = (named("streaming", sinks=2, positions=positions) for positions in ("slot", "token"))
+    assert found(by_slot, MOST) == engines.tokens(model, PROMPTS, SOME, rows=R, slots=2, packed=16)
+    assert (found(by_slot, 9) == found(kept, 9)) == (name == "gpt2")
 
 
 # --- pages ------------------------------------------------------------------------------------------------------
@@ -294,6 +338,19 @@ def test_says_what_it_cannot_do():
     ):
         with pytest.raises(UserError, match=said):
             Eviction(**{"policy": named("knorm"), "budget": Budget(rows=8), **wrong})  # type: ignore[arg-type]
+    slots = named("streaming", positions="slot")
+    for wrong, said in (
+        ({"policy": dataclasses.replace(slots, score=scores.weights)}, "has positions='slot', which only sinks"),
+        ({"policy": slots, "budget": Budget(rows=4)}, "give keep=5 or more"),
+    ):
+        with pytest.raises(UserError, match=said):
+            Eviction(**{"budget": Budget(rows=8), **wrong})  # type: ignore[arg-type]
+    unknown = evicting(slots, rows=8)
+    with pytest.raises(ModelError, match="how llama models turn them is not known"):
+        _ = dataclasses.replace(unknown, family=unknown.family._replace(rotations=None)).own_eviction
+    gpu = Options(backend="gpu", layout="token_major", rows=64)
+    with pytest.raises(RequestError, match="do not read parts of a sequence"):
+        plans.cache_config(evicting(slots, rows=8), 2, 64, gpu, 16)
     model = evicting(named("knorm"), rows=8)
     with pytest.raises(RequestError, match=r"^Beams and embeddings do not evict"):
         plans.cache_config(model, 2, 64, Options())

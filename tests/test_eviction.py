@@ -426,6 +426,7 @@ def test_same_options_are_the_same_policy():
         (lambda: eviction.named("streaming", sinks=-1), "sinks is -1"),
         (lambda: eviction.named("h2o", recent_share=1.5), "recent_share is 1.5"),
         (lambda: Policy("mine", None, watch="some"), "watch is 'some'"),
+        (lambda: eviction.named("streaming", positions="cache"), "positions is 'cache', 'token' or 'slot' is needed"),
         (lambda: Budget(), "give one of rows and share"),
         (lambda: Budget(rows=1, share=0.5), "give one of rows and share"),
         (lambda: Budget(rows=0), "rows=0"),

@@ -12,6 +12,7 @@ from kvjax.eviction.rows import Rows
 
 Score = Callable[[Rows], jax.Array]
 WATCH = ("none", "all", "last")
+POSITIONS = ("token", "slot")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,6 +33,8 @@ class Policy:
       together: all kv heads of a layer keep the same rows: their scores are averaged. Lengths must be equal.
       decode: whether its scores still mean something for rows that decode steps wrote, so that it can evict between
         them; otherwise it compresses the prompt, once.
+      positions: what attention takes for a row's position: "token", its token's in the sequence; or "slot", its place
+        among the rows that are left, for a policy that keeps the first `sinks` rows and the newest.
 
     Raises:
       UserError: a field is out of range.
@@ -46,6 +49,7 @@ class Policy:
     moments: bool = False
     together: bool = False
     decode: bool = True
+    positions: str = "token"
 
     def __post_init__(self) -> None:
         named = isinstance(self.watch, str) and self.watch in WATCH
@@ -55,6 +59,8 @@ class Policy:
         for field in ("sinks", "recent"):
             if not is_count(getattr(self, field), 0):
                 raise self._wrong(field, getattr(self, field), "a number of rows, 0 or more, is needed")
+        if self.positions not in POSITIONS:
+            raise self._wrong("positions", self.positions, f"{' or '.join(map(repr, POSITIONS))} is needed")
         if not 0 <= self.recent_share <= 1:
             raise self._wrong("recent_share", self.recent_share, "a share of the budget, from 0 to 1, is needed")
 

@@ -26,9 +26,10 @@ def window() -> Policy:
     return Policy("window", scores.newest, together=True)
 
 
-def streaming(sinks: int = 4) -> Policy:
-    """The first `sinks` rows and the newest (StreamingLLM, 2309.17453)."""
-    return Policy("streaming", scores.newest, sinks=sinks, together=True)
+def streaming(sinks: int = 4, positions: str = "token") -> Policy:
+    """The first `sinks` rows and the newest (StreamingLLM, 2309.17453). The authors number rows as `positions="slot"`
+    does, by their place in the cache."""
+    return Policy("streaming", scores.newest, sinks=sinks, together=True, positions=positions)
 
 
 def h2o(recent_share: float = 0.5, recent: int = 0) -> Policy:
