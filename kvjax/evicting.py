@@ -23,7 +23,22 @@ from flax import struct
 from kvjax import pages as page_pool
 from kvjax.control import for_each_page, when
 from kvjax.errors import ModelError, UserError
-from kvjax.eviction import Budget, Policy, Rows, adakv, angles, gather, pyramid, rotate, scores, select, share_of
+from kvjax.eviction import (
+    Budget,
+    Moments,
+    Policy,
+    Rows,
+    adakv,
+    add_queries,
+    angles,
+    gather,
+    no_moments,
+    pyramid,
+    rotate,
+    scores,
+    select,
+    share_of,
+)
 from kvjax.pages import NOWHERE, PagePool, pages_for
 from kvjax.pallas_kernels import (
     AttentionSpec,
@@ -36,6 +51,7 @@ from kvjax.pallas_kernels import (
     write_pages,
     write_rows,
 )
+from kvjax.pallas_kernels.paged_attention.xla import BLOCK, query_blocks
 from kvjax.pallas_kernels.quantize import dequantize, quantize_kv
 from kvjax.types import Family, KVSpec, Rotation
 
@@ -91,8 +107,6 @@ class Eviction:
                     f"Of {self.budget.rows} rows, {self.policy.sinks} are sinks and none is left for the newest: "
                     f"give keep={self.least} or more."
                 )
-        if self.policy.moments:
-            raise UserError(f"Eviction policy {self.policy.name!r} needs moments of queries, which the engine lacks.")
 
     @property
     def least(self) -> int:
@@ -102,14 +116,25 @@ class Eviction:
 
     def for_model(self, family: Family, config: Any) -> Eviction:
         """The same with what it has to know of the family. Raises ModelError."""
-        if self.policy.positions != "slot":
+        if self.policy.positions != "slot" and not self.policy.moments:
             return self
         if family.rotations is None:
             raise ModelError(
                 f"Eviction policy {self.policy.name!r} turns queries by RoPE, and how {family.name} models turn them "
-                "is not known: leave positions out, or take another policy."
+                "is not known: take another policy, or positions='token'."
             )
         return dataclasses.replace(self, rotations=family.rotations(config))
+
+    def policy_of(self, layer: int) -> Policy:
+        """The policy, with the RoPE of a layer where its score asks for it."""
+        score = self.policy.score
+        if not isinstance(score, scores.ExpectedAttention) or score.frequencies is not None:
+            return self.policy
+        turned = self.rotations[layer] or Rotation((0.0,))
+        score = dataclasses.replace(
+            score, frequencies=turned.frequencies, factor=turned.factor, interleaved=turned.interleaved
+        )
+        return dataclasses.replace(self.policy, score=score)
 
     def kept(self, tokens: jax.Array) -> jax.Array:
         """Rows that stay of so many tokens, int32, in the mean of layers and heads."""
@@ -160,6 +185,8 @@ class HeadPages(struct.PyTreeNode):
       positions: (P, R) int32 of the rows' tokens.
       weights: (P, R) float32 and
       seen: (P, R) int32, as `kvjax.eviction.Rows` has them; None where the policy watches no query.
+      moments: of the queries of each layer and slot, (L, B, …), each times √H of the softmax's scale, so that H^−½ is
+        the scale; None where the policy asks for none.
     """
 
     k: tuple[jax.Array, ...]
@@ -168,6 +195,7 @@ class HeadPages(struct.PyTreeNode):
     positions: jax.Array
     weights: jax.Array | None
     seen: jax.Array | None
+    moments: Moments | None = None
 
 
 class HeadTable(struct.PyTreeNode):
@@ -221,6 +249,15 @@ def page_bytes(config: CacheConfig, spec: KVSpec) -> int:
     return config.rows * (config.stored_row_bytes(one) + noted)
 
 
+def moments_bytes(config: CacheConfig, spec: KVSpec) -> int:
+    """Bytes of what is known of the queries of the layers with this spec."""
+    assert config.eviction is not None
+    if not config.eviction.policy.moments:
+        return 0
+    each = 4 + 4 * config.query_heads * spec.key_dim * (spec.key_dim + 1)
+    return len(config.layers_with(spec)) * config.slots * each
+
+
 def init(config: CacheConfig, spec: KVSpec) -> HeadCache:
     """An empty cache of the layers with this spec."""
     assert config.eviction is not None
@@ -228,7 +265,10 @@ def init(config: CacheConfig, spec: KVSpec) -> HeadCache:
     P, R, dtype = pool_pages(config, spec), config.rows, jnp.dtype(spec.storage)
     k, v = init_pages(P, R, _lanes(spec), dtype, config.layout)
     scales = (jnp.zeros((P, 1 if spec.latent else 2, R)),) if spec.scales else ()
-    watches = config.eviction.policy.watch != "none"
+    watches, moments = config.eviction.policy.watch != "none", None
+    if config.eviction.policy.moments:
+        one = no_moments(config.query_heads, spec.key_dim)
+        moments = jax.tree.map(lambda x: jnp.zeros((L, B, *x.shape), x.dtype), one)
     kv = HeadPages(
         k=(k,),
         v=() if v is None else (v,),
@@ -236,6 +276,7 @@ def init(config: CacheConfig, spec: KVSpec) -> HeadCache:
         positions=jnp.zeros((P, R), jnp.int32),
         weights=jnp.zeros((P, R)) if watches else None,
         seen=jnp.zeros((P, R), jnp.int32) if watches else None,
+        moments=moments,
     )
     table = HeadTable(jnp.zeros((L, B, K, M), jnp.int32), jnp.zeros((L, B, K), jnp.int32))
     return HeadCache(kv, page_pool.init(P), table)
@@ -321,20 +362,24 @@ def attend(
     lanes = _lanes(spec) if config.layout == "joined" else None
     what = AttentionSpec(scale, None, soft_cap, latent, config.layout, lanes)
     watched = _watched(config.eviction, placement)
-    if watched is not None and up is not None:
+    if (watched is not None or kv.moments is not None) and up is not None:
         name = config.eviction.policy.name
         raise UserError(
             f"Eviction policy {name!r} watches queries, which meet expanded latents: take knorm or streaming."
         )
-    several, apart = spec.kv_heads > 1, _turned(config, layer)
+    several, turned = spec.kv_heads > 1, _turned(config, layer)
+    if kv.moments is not None:
+        gathered = _gathered(config.eviction.policy, placement, kv.moments, l, q, scale, turned, lengths)
+        kv = kv.replace(moments=gathered)
     over_rows = functools.partial(
         paged_attention, k_pages=kv.k[0], v_pages=kv.v[0] if kv.v else None, table=pages if several else pages[:, 0],
         row_starts=placement.row_starts, spec=what, up=up, scales=kv.scales[0] if kv.scales else None,
         max_query=placement.max_query, backend=backend,
     )  # fmt: skip
     held = lengths if several else lengths[:, 0]
-    if apart is not None:
-        outs, lses = _of_slots(config.eviction, placement, over_rows, q, held, *apart)
+    lse: jax.Array | None
+    if config.eviction.policy.positions == "slot" and turned is not None:
+        outs, lses = _of_slots(config.eviction, placement, over_rows, q, held, *turned)
         merged, lse = merge(outs, lses, sinks)
         out = merged.astype(q.dtype)
     else:
@@ -356,12 +401,11 @@ def attend(
 
 
 def _turned(config: CacheConfig, layer: int | jax.Array) -> tuple[Rotation, jax.Array] | None:
-    """How a layer turns queries, and () bool whether it does, where positions are places in the cache. None: they are
-    not, or the layer knows no positions."""
+    """How a layer turns queries, and () bool whether it does. None: it does not, or the policy does not ask."""
     assert config.eviction is not None
-    if config.eviction.policy.positions != "slot":
-        return None
     all_layers = config.eviction.rotations
+    if not all_layers:
+        return None
     if not config.stacked:
         one = all_layers[int(layer)]
         return None if one is None else (one, jnp.bool_(True))
@@ -400,18 +444,70 @@ def _of_slots(
     slot = jnp.minimum(placement.slots, held.shape[0] - 1)
     index = jnp.arange(q.shape[0], dtype=jnp.int32)
     gone = placement.positions - (of_slot[slot] - placement.row_starts[slot + 1] + index)
-    cos, sin = (x[:, None, :] for x in angles(rotation.frequencies, jnp.where(turns, -gone, 0)))
-    shape = (*q.shape[:2], cos.shape[-1])
-    moved = rotate(
-        q[..., rotation.first :], jnp.broadcast_to(cos, shape), jnp.broadcast_to(sin, shape), rotation.interleaved
-    )
-    moved = jnp.concatenate([q[..., : rotation.first], moved], axis=-1)
+    moved = _turn(q, rotation, jnp.where(turns, -gone, 0))
     first = jnp.minimum(held, eviction.policy.sinks)
     both = (
         over_rows(moved, lengths=first, ahead=held - first, with_lse=True),
         over_rows(q, lengths=held, first=first, with_lse=True),
     )
     return jnp.stack([out for out, _ in both]), jnp.stack([lse for _, lse in both if lse is not None])
+
+
+def _turn(q: jax.Array, rotation: Rotation, by: jax.Array, factor: float | jax.Array = 1.0) -> jax.Array:
+    """q (T, N, H), which are turned, by so many positions (T,) int32 more, and what is turned times a factor."""
+    cos, sin = (x[:, None, :] * factor for x in angles(rotation.frequencies, by))
+    shape = (*q.shape[:2], cos.shape[-1])
+    cos, sin = (jnp.broadcast_to(x, shape) for x in (cos, sin))
+    moved = rotate(q[..., rotation.first :], cos, sin, rotation.interleaved)
+    return jnp.concatenate([q[..., : rotation.first], moved], axis=-1)
+
+
+def _gathered(
+    policy: Policy,
+    placement: Placement,
+    moments: Moments,
+    l: int | jax.Array,
+    q: jax.Array,
+    scale: float,
+    turned: tuple[Rotation, jax.Array] | None,
+    lengths: jax.Array,
+) -> Moments:
+    """Moments with the queries of the step's prompts, from position `sinks` on, RoPE taken off; decoding adds none.
+
+    Args:
+      policy: what asks for them.
+      placement: of the step's tokens.
+      moments: (L, B, …) of the tokens before.
+      l: the layer, among those with its spec.
+      q: (T, N, H), position encoded.
+      scale: of the softmax.
+      turned: how, of `_turned`.
+      lengths: (B, K) int32 rows of each slot.
+    """
+    (T, _, H), B = q.shape, lengths.shape[0]
+    starts, positions = placement.row_starts, placement.positions
+    context = jnp.full((B,), NEVER, jnp.int32) if placement.context is None else placement.context
+    first = positions.at[starts[:-1]].get(mode="clip")
+    begins = (starts[1:] > starts[:-1]) & (first == 0)
+    moments = moments.replace(queries=moments.queries.at[l].set(jnp.where(begins, 0, moments.queries[l])))
+    C = 1 if placement.max_query == 1 else min(BLOCK, 1 << (placement.max_query - 1).bit_length())
+    blocks = query_blocks(starts, lengths[:, 0], first < context, C, min(T, B) if C == 1 else min(T, T // C + B))
+
+    def add(i: jax.Array, moments: Moments) -> Moments:
+        slot, step = blocks.slot[i], jnp.arange(C, dtype=jnp.int32)
+        token = blocks.first[i] + step
+        own = positions.at[token].get(mode="clip")
+        x = q.at[token].get(mode="clip").astype(jnp.float32) * jnp.float32(scale * H**0.5)
+        if turned is not None:
+            rotation, turns = turned
+            x = _turn(x, rotation, jnp.where(turns, -own, 0), jnp.where(turns, 1 / rotation.factor, 1.0))
+        watched = (step < blocks.size[i]) & (own >= policy.sinks) & (own < context[slot])
+        old = jax.tree.map(lambda x: x[l, slot], moments)
+        known = old.queries > 0  # else what is there is of another request
+        old = jax.tree.map(lambda x: jnp.where(known, x, jnp.zeros_like(x)), old)
+        return jax.tree.map(lambda x, new: x.at[l, slot].set(new), moments, add_queries(old, x, watched))
+
+    return jax.lax.fori_loop(0, blocks.used, add, moments)
 
 
 def _watched(eviction: Eviction, placement: Placement) -> jax.Array | None:
@@ -513,6 +609,10 @@ def _evict_slot(
     eviction = config.eviction
     assert eviction is not None
     L = pages.shape[0]
+    policies = [eviction.policy_of(layer) for layer in config.layers_with(spec)]
+    distinct = tuple(dict.fromkeys(policies))
+    which = jnp.asarray([distinct.index(policy) for policy in policies], jnp.int32)
+    ways = [functools.partial(_chosen, eviction, policy) for policy in distinct]
     budget = jnp.broadcast_to(eviction.kept(computed), (L,))
     if eviction.layers == "pyramid":
         budget = pyramid(eviction.budget, computed, L, max(eviction.policy.recent, eviction.least, 1))
@@ -521,13 +621,17 @@ def _evict_slot(
     def of_layer(l: jax.Array, held: tuple[HeadPages, jax.Array]) -> tuple[HeadPages, jax.Array]:
         kv, lengths = held
         rows = _rows(config, spec, kv, pages[l, slot], old[l, slot], computed)
-        counts = budget[l]
-        if eviction.heads == "adakv":
-            counts = adakv(eviction.policy, rows, counts)
-        kept, counts = select(eviction.policy, rows, counts)
+        if kv.moments is not None:
+            rows = rows.replace(moments=jax.tree.map(lambda x: x[l, slot], kv.moments))
+        kept, counts = jax.lax.switch(which[l], ways, rows, budget[l])
         return _compacted(config, spec, kv, pages[l, slot], kept, counts), lengths.at[l, slot].set(counts)
 
     return jax.lax.fori_loop(0, L, of_layer, held)
+
+
+def _chosen(eviction: Eviction, policy: Policy, rows: Rows, count: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Of a layer of a slot, as `select` gives them: rows that stay (K, S), and how many (K,)."""
+    return select(policy, rows, adakv(policy, rows, count) if eviction.heads == "adakv" else count)
 
 
 def _rows(

@@ -39,7 +39,7 @@ def eviction_of(evict: Any, keep: Any, every: Any = 32) -> Eviction | None:
             policy, wrappers = evict, []
         else:
             raise UserError(f"evict is {evict!r}: give a policy or its name, one of {_names()}.")
-        divided = {}
+        divided: dict[str, Any] = {}
         for wrapper in wrappers:
             if wrapper not in WRAPPERS:
                 raise UserError(f"evict has +{wrapper}: give {policy.name}+adakv, {policy.name}+pyramid, or both.")

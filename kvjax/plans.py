@@ -364,12 +364,12 @@ def _within(config: CacheConfig, kv_bytes: int, packed: int) -> CacheConfig:
 
 def _with_head_pages(config: CacheConfig, kv_bytes: int) -> CacheConfig:
     """The cache with as many pages of single heads as what is left of `kv_bytes` holds. Raises RequestError."""
-    left = kv_bytes - config.group_bytes
+    left = kv_bytes - config.group_bytes - sum(evicting.moments_bytes(config, spec) for spec in config.by_head)
     bytes_of = [evicting.page_bytes(config, spec) for spec in config.by_head]
     most = [evicting.pool_pages(config, spec) for spec in config.by_head]
     share = min(1.0, left / sum(count * size for count, size in zip(most, bytes_of, strict=True)))
     if share <= 0:
-        raise RequestError(f"kv_bytes is {kv_bytes}, and windows take all of it: raise kv_bytes.")
+        raise RequestError(f"kv_bytes is {kv_bytes}, and windows or moments of queries take all of it: raise kv_bytes.")
     return dataclasses.replace(config, head_pages=tuple(int(count * share) for count in most))
 
 

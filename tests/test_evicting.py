@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import random
 from collections.abc import Sequence
 from typing import Any
@@ -16,14 +17,16 @@ import pytest
 from engines import tiny
 from test_families import model_of
 
+from kvjax import cache as kv_cache
 from kvjax import job, plans, snapshots
-from kvjax.cache import LEDGER
+from kvjax.cache import LEDGER, CacheConfig
 from kvjax.errors import ModelError, RequestError, UserError
 from kvjax.evicting import NEVER, Eviction
-from kvjax.eviction import Budget, Policy, Rows, adakv, named, pyramid, scores, select
-from kvjax.models.positions import inverse_frequencies
+from kvjax.eviction import Budget, Moments, Policy, Rows, adakv, named, pyramid, scores, select
+from kvjax.models.positions import Rope, apply_rope, cos_sin, inverse_frequencies, rope_table, rotation
 from kvjax.plans import Model, Options
 from kvjax.sampling_params import SamplingParams
+from kvjax.types import KVSpec
 
 R = 4
 
@@ -46,6 +49,8 @@ class Plain:
     def __init__(self, model: Model):
         self.model = model
         self.rows: dict[tuple[int, int], dict[str, np.ndarray]] = {}
+        self.queries: dict[int, list[np.ndarray]] = {}
+        """Of each layer, (N, H) of those whose moments count, without RoPE."""
         self.computed = 0
 
     def compute(self, tokens: Sequence[int], watched: Sequence[bool]) -> np.ndarray:
@@ -63,9 +68,11 @@ class Plain:
         self.computed += len(tokens)
         return np.asarray(model.family.unembed(model.params, model.config, hidden[-1:]))[0]
 
-    def _turned(self, x: np.ndarray, positions: np.ndarray) -> np.ndarray:
+    def _turned(self, layer: int, x: np.ndarray, positions: np.ndarray) -> np.ndarray:
         """x (S, …, H) with RoPE for so many positions more, in complex float64."""
         config = self.model.config
+        if not config.rotary[layer]:
+            return x
         frequencies, _ = inverse_frequencies(config.rope, config.context)
         n = len(frequencies)
         pairs = x[..., :n].astype(np.float64) + 1j * x[..., n : 2 * n]
@@ -77,6 +84,8 @@ class Plain:
         what = self.model.eviction
         by_place = what is not None and what.policy.positions == "slot"
         own = self.computed + np.arange(T)
+        if what is not None and what.policy.moments:
+            self.queries.setdefault(layer, []).extend(self._turned(layer, q, -own)[watched])
         out = np.zeros((T, N, v.shape[2]))
         for head in range(K):
             old = self.rows.setdefault((layer, head), {
@@ -91,8 +100,8 @@ class Plain:
             keys, queries = rows["k"], q
             if by_place:  # without RoPE first, then with the place's, as the authors cache keys and number them
                 place = np.arange(held + T)
-                keys = self._turned(self._turned(keys, -rows["positions"]), place)
-                queries = self._turned(self._turned(q, -own), place[held:])
+                keys = self._turned(layer, self._turned(layer, keys, -rows["positions"]), place)
+                queries = self._turned(layer, self._turned(layer, q, -own), place[held:])
             causal = np.arange(held + T)[None, :] <= held + np.arange(T)[:, None]
             for n in range(head * N // K, (head + 1) * N // K):
                 scores = np.where(causal, queries[:, n].astype(np.float64) @ keys.T.astype(np.float64) * scale, -np.inf)
@@ -103,6 +112,18 @@ class Plain:
             rows["seen"] = rows["seen"] + causal[watched].sum(axis=0, dtype=np.int32)
             self.rows[layer, head] = rows
         return out
+
+    def _expecting(self, layer: int) -> tuple[Policy, Moments]:
+        """The policy with what a layer turns by, and the moments of its queries, in float64."""
+        config, policy = self.model.config, self.model.eviction.policy  # type: ignore[union-attr]
+        frequencies = tuple(inverse_frequencies(config.rope, config.context)[0].tolist())
+        score: Any = policy.score
+        score = dataclasses.replace(score, frequencies=frequencies if config.rotary[layer] else (0.0,))
+        q = np.stack(self.queries[layer])
+        mean = q.mean(axis=0)
+        scatter = np.einsum("tni,tnj->nij", q - mean, q - mean)
+        moments = Moments(jnp.int32(len(q)), jnp.asarray(mean, jnp.float32), jnp.asarray(scatter, jnp.float32))
+        return dataclasses.replace(policy, score=score), moments
 
     def evict(self) -> None:
         what = self.model.eviction
@@ -124,10 +145,14 @@ class Plain:
             lengths = jnp.asarray([len(rows["k"]) for rows in mine], jnp.int32)
             seen = Rows(padded("k"), padded("v"), lengths, padded("positions"), jnp.int32(self.computed),
                         padded("weights"), padded("seen"))  # fmt: skip
+            policy = what.policy
+            if policy.moments:
+                policy, moments = self._expecting(layer)
+                seen = seen.replace(moments=moments)
             count = jnp.int32(counts[layer])
             if what.heads == "adakv":
-                count = divided(what.policy, seen, count)
-            kept, count = map(np.asarray, selected(what.policy, seen, count))
+                count = divided(policy, seen, count)
+            kept, count = map(np.asarray, selected(policy, seen, count))
             for head, rows in enumerate(mine):
                 places = kept[head, : count[head]]
                 rows |= {name: x[places] for name, x in rows.items()}
@@ -149,6 +174,8 @@ def expected(model: Model, prompt: Sequence[int], new: int, context: int | None 
         last = 1 if watch == "last" else watch if isinstance(watch, int) else 0
         positions = range(plain.computed, stop)
         watched = [watch == "all" or cut - last <= i < cut for i in positions]
+        if what.policy.moments:
+            watched = [what.policy.sinks <= i < (context or len(prompt)) for i in positions]
         logits = plain.compute(tokens[plain.computed : stop], watched)
         if plain.computed == len(tokens):
             tokens.append(int(logits.argmax()))
@@ -168,10 +195,12 @@ CASES: dict[str, tuple[Policy, dict[str, Any]]] = {
     "h2o, pyramid": (named("h2o", recent=1), {"share": 0.5, "layers": "pyramid", "every": 6}),
     "tova": (named("tova"), {"rows": 8, "every": 1}),
     "observed": (named("observed"), {"share": 0.5, "every": 8}),
+    "expected": (named("expected_attention", sinks=2, future=64), {"share": 0.5, "every": 5}),
+    "expected, adakv": (named("expected_attention", covariance=False), {"rows": 9, "heads": "adakv", "every": 7}),
     "snapkv, adakv": (named("snapkv", window=4), {"share": 0.5, "heads": "adakv"}),
 }
 """A policy of each kind: what it watches, when it evicts, and how its budget is divided."""
-SLOW = ("tova", "observed", "knorm", "by slot, few")
+SLOW = ("tova", "observed", "knorm", "by slot, few", "expected, adakv")
 
 
 @pytest.mark.parametrize(
@@ -204,6 +233,58 @@ def test_places_as_positions_in_other_families(name):
     by_slot, kept = (named("streaming", sinks=2, positions=positions) for positions in ("slot", "token"))
     assert found(by_slot, MOST) == engines.tokens(model, PROMPTS, SOME, rows=R, slots=2, packed=16)
     assert (found(by_slot, 9) == found(kept, 9)) == (name == "gpt2")
+
+
+def test_layers_without_rope_expect_queries_as_they_are():
+    """SmolLM3 leaves RoPE out in some layers, which share pages with the others."""
+    what = Eviction(named("expected_attention", sinks=1, future=16), Budget(share=0.4), every=5)
+    model = dataclasses.replace(model_of("smollm3"), eviction=what)
+    assert len(set(model.config.rotary)) == 2
+    found = engines.tokens(model, PROMPTS, SOME, rows=R, slots=2, packed=16)
+    assert found == [expected(model, prompt, 12) for prompt in PROMPTS]
+
+
+def test_rows_left_by_expected_attention_are_those_of_kvpress():
+    """The golden model's queries, keys and values through the cache, in two chunks; a slot beside it has another
+    prompt. Then the same slots again, with half the prompt first."""
+    golden = np.load(engines.GOLDENS / "eviction.npz")
+    L, N, S, H = golden["queries"].shape
+    rope = Rope("default", 10_000.0, H)
+    turned = rotation(rope, S)
+    what = Eviction(named("expected_attention"), Budget(share=0.5), rotations=(turned,) * L)
+    spec = KVSpec(golden["keys"].shape[1], H, H, storage="float32")
+    config = CacheConfig((spec,) * L, 2, 8, 16, eviction=what, query_heads=N)
+    angles = cos_sin(rope_table(rope, S), jnp.arange(S))
+    cache, now = kv_cache.init(config), jnp.int32(0)
+
+    @functools.partial(jax.jit, static_argnames=("start", "stop", "ends"))
+    def computed(cache, start, stop, ends):
+        """Tokens start … stop of slot 1, as many of slot 0 whose queries and keys are twice as large."""
+        T = stop - start
+        tokens = jnp.asarray([T, T], jnp.int32)
+        cache = kv_cache.reserve(config, cache, None, tokens, now, now, jnp.bool_(False), 2 * T).cache
+        slots, positions = jnp.repeat(jnp.arange(2), T), jnp.tile(jnp.arange(start, stop), 2)
+        starts = jnp.asarray([0, T, 2 * T], jnp.int32)
+        context = jnp.asarray([S, S], jnp.int32)
+        placement = kv_cache.Placement(slots, positions, starts, T, cuts=context, context=context)
+        for layer in range(L):
+            q = apply_rope(jnp.asarray(golden["queries"][layer]).swapaxes(0, 1), *angles)
+            k, v = (jnp.asarray(golden[name][layer]).swapaxes(0, 1) for name in ("keys", "values"))
+            q, k, v = (jnp.concatenate([x[start:stop] * 2, x[start:stop]]) for x in (q, k, v))
+            cache, _ = kv_cache.attend(config, placement, cache, layer, q, k, v, H**-0.5)
+        return kv_cache.evict(config, cache, jnp.asarray([ends, ends]), context, now) if ends else cache
+
+    for cut in (30, 44):
+        cache = computed(computed(cache, 0, cut, False), cut, S, True)
+        (heads,) = cache.by_head
+        for layer in range(L):
+            want = golden[f"expected_attention/0.5/{layer}"]
+            assert heads.table.lengths[layer, 1].tolist() == [want.shape[1]] * spec.kv_heads
+            for head in range(spec.kv_heads):
+                left = heads.kv.positions[heads.table.pages[layer, 1, head]].reshape(-1)[: want.shape[1]]
+                np.testing.assert_array_equal(left, want[head])
+        everyone = jnp.asarray([True, True])
+        cache = kv_cache.release(config, cache, None, everyone, now, now, lambda slot, column: slot)[0]
 
 
 # --- pages ------------------------------------------------------------------------------------------------------
@@ -334,7 +415,6 @@ def test_says_what_it_cannot_do():
         ({"every": 0}, "every 0 tokens"),
         ({"layers": "cone"}, "layers are 'cone'"),
         ({"policy": named("streaming"), "heads": "adakv"}, "keeps the same rows in all"),
-        ({"policy": named("expected_attention", frequencies=(1.0,))}, "moments of queries"),
     ):
         with pytest.raises(UserError, match=said):
             Eviction(**{"policy": named("knorm"), "budget": Budget(rows=8), **wrong})  # type: ignore[arg-type]

@@ -405,8 +405,7 @@ def test_mean_rotation_is_the_mean(start):
 
 def test_same_options_are_the_same_policy():
     for name in eviction.POLICIES:
-        options = {"frequencies": FREQUENCIES} if name == "expected_attention" else {}
-        one, two = eviction.named(name, **options), eviction.named(name, **options)
+        one, two = eviction.named(name), eviction.named(name)
         assert one == two and hash(one) == hash(two) and one.name == name
     assert eviction.named("snapkv", window=32) != eviction.named("snapkv")
 
@@ -417,7 +416,6 @@ def test_same_options_are_the_same_policy():
         (lambda: eviction.named("lru"), "'lru' is not one of none, truncate"),
         (lambda: eviction.named("snapkv", windw=3), "no option 'windw': its options are window, kernel, pool"),
         (lambda: eviction.named("window", size=3), "no option 'size': it has none"),
-        (lambda: eviction.named("expected_attention"), "needs the option 'frequencies'"),
         (lambda: eviction.named("expected_attention", frequencies=()), "needs the frequencies"),
         (lambda: eviction.named("expected_attention", frequencies=(1.0,), future=0), "future=0"),
         (lambda: eviction.named("snapkv", kernel=4), "kernel is 4"),
@@ -460,6 +458,8 @@ def test_misuse_is_named():
     rows = random_rows(0, (5, 5))
     with pytest.raises(ValueError, match="one count for all"):
         eviction.select(EVERY["tova"], rows, jnp.asarray([2, 2]))
+    with pytest.raises(ValueError, match="Expected attention has no frequencies"):
+        eviction.select(eviction.named("expected_attention"), rows, jnp.int32(2))
     with pytest.raises(ValueError, match="never evicts"):
         eviction.scored(EVERY["none"], rows)
     flat = dataclasses.replace(EVERY["own"], score=lambda rows: rows.keys[0, :, 0])

@@ -64,9 +64,12 @@ def keydiff(sinks: int = 0, recent: int = 0) -> Policy:
     return Policy("keydiff", scores.different_keys, sinks, recent)
 
 
-def expected_attention(frequencies: Sequence[float], sinks: int = 4, recent: int = 0, **options: Any) -> Policy:
+def expected_attention(
+    frequencies: Sequence[float] | None = None, sinks: int = 4, recent: int = 0, **options: Any
+) -> Policy:
     """By the attention to be expected of queries to come (2510.00636); options of `scores.ExpectedAttention`."""
-    score = scores.ExpectedAttention(tuple(float(f) for f in frequencies), sinks=sinks, **options)
+    turned = None if frequencies is None else tuple(float(f) for f in frequencies)
+    score = scores.ExpectedAttention(turned, sinks=sinks, **options)
     return Policy("expected_attention", score, sinks, recent, moments=True)
 
 
