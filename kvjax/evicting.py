@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 
 from kvjax import pages as page_pool
@@ -96,6 +97,8 @@ class Eviction:
                 raise UserError(f"Budgets of {name} are {getattr(self, name)!r}, but {wanted} is needed.")
         if self.heads == "adakv" and self.policy.together:
             raise UserError(f"AdaKV divides rows among heads, but {self.policy.name!r} keeps the same rows in all.")
+        if self.policy.whole and (self.layers, self.heads) != ("uniform", "uniform"):
+            raise UserError(f"{self.policy.name!r} says what each head keeps: leave out +adakv and +pyramid.")
         if self.policy.positions == "slot":
             if self.policy.score is not scores.newest:
                 raise UserError(
@@ -116,6 +119,8 @@ class Eviction:
 
     def for_model(self, family: Family, config: Any) -> Eviction:
         """The same with what it has to know of the family. Raises ModelError."""
+        if self.policy.whole:
+            self._check_heads([spec.kv_heads for spec in family.kv_specs(config, "float32")])
         if self.policy.positions != "slot" and not self.policy.moments:
             return self
         if family.rotations is None:
@@ -124,6 +129,17 @@ class Eviction:
                 "is not known: take another policy, or positions='token'."
             )
         return dataclasses.replace(self, rotations=family.rotations(config))
+
+    def _check_heads(self, heads: list[int]) -> None:
+        given = [len(layer) for layer in self.policy.whole]
+        if given != heads:
+            mine, its = (f"{len(x)} layers of {' or '.join(map(str, sorted(set(x))))}" for x in (given, heads))
+            name = self.policy.name
+            raise ModelError(f"The heads given to {name!r} are {mine}, the model's {its}: give those of this model.")
+
+    def whole_heads(self, layers: tuple[int, ...]) -> np.ndarray:
+        """(L, K) bool of these layers, which have equal numbers of kv heads; (L, 1) of False where no head is whole."""
+        return np.asarray([self.policy.whole[layer] if self.policy.whole else (False,) for layer in layers], bool)
 
     def policy_of(self, layer: int) -> Policy:
         """The policy, with the RoPE of a layer where its score asks for it."""
@@ -158,21 +174,27 @@ class Eviction:
           prompt: (B,) int32 tokens of the prompts.
           computed: (B,) int32.
         """
-        first = self._first(prompt)
+        first = ahead = self._first(prompt)
+        if self.policy.within is not None:
+            ahead = jnp.minimum(first, self.policy.within * (computed // self.policy.within + 1))
         if not self.policy.decode:
-            return jnp.where(computed < first, first, NEVER)
+            return jnp.where(computed < first, ahead, NEVER)
         later = first + self.every * ((computed - first) // self.every + 1)
-        return jnp.where(computed < first, first, later)
+        return jnp.where(computed < first, ahead, later)
 
     def most_rows(self, prompt: jax.Array, limit: jax.Array, computed: jax.Array) -> jax.Array:
-        """(B,) int32 rows that each head may come to hold, of requests that end with `limit` tokens."""
+        """(B,) int32 rows that each head may come to hold, of requests that end with `limit` tokens, but for heads that
+        keep every row."""
         first, last = self._first(prompt), limit - 1  # the last token of all needs no row
+        before = jnp.minimum(first, last)
+        if self.policy.within is not None:
+            before = jnp.minimum(before, self.kept(before) + self.policy.within)
         if self.policy.decode:
             after = self.kept(last) + self.every
         else:
             after = self.kept(first) + jnp.maximum(last - first, 0)
         after = jnp.where(first < last, jnp.minimum(after, last), 0)
-        return jnp.where(computed < first, jnp.maximum(jnp.minimum(first, last), after), after)
+        return jnp.where(computed < first, jnp.maximum(before, after), after)
 
 
 class HeadPages(struct.PyTreeNode):
@@ -286,9 +308,11 @@ def init(config: CacheConfig, spec: KVSpec) -> HeadCache:
 def claims(config: CacheConfig, spec: KVSpec, prompt: jax.Array, limit: jax.Array, computed: jax.Array) -> jax.Array:
     """(B,) int32: pages that requests may come to hold, from `computed` tokens on to `limit`."""
     assert config.eviction is not None
-    most = config.eviction.most_rows(prompt, limit, computed)
+    most, all_rows = config.eviction.most_rows(prompt, limit, computed), pages_for(limit - 1, config.rows)
+    whole = int(config.eviction.whole_heads(config.layers_with(spec)).sum())
     # Heads and layers share a budget in parts that each round up.
-    return _heads(config, spec) * jnp.minimum(pages_for(most, config.rows) + 1, pages_for(limit - 1, config.rows))
+    some = jnp.minimum(pages_for(most, config.rows) + 1, all_rows)
+    return (_heads(config, spec) - whole) * some + whole * all_rows
 
 
 def reserve(config: CacheConfig, cache: HeadCache, tokens: jax.Array, step: jax.Array, most: int) -> HeadCache:
@@ -609,6 +633,7 @@ def _evict_slot(
     eviction = config.eviction
     assert eviction is not None
     L = pages.shape[0]
+    whole = jnp.asarray(eviction.whole_heads(config.layers_with(spec)))
     policies = [eviction.policy_of(layer) for layer in config.layers_with(spec)]
     distinct = tuple(dict.fromkeys(policies))
     which = jnp.asarray([distinct.index(policy) for policy in policies], jnp.int32)
@@ -623,8 +648,10 @@ def _evict_slot(
         rows = _rows(config, spec, kv, pages[l, slot], old[l, slot], computed)
         if kv.moments is not None:
             rows = rows.replace(moments=jax.tree.map(lambda x: x[l, slot], kv.moments))
-        kept, counts = jax.lax.switch(which[l], ways, rows, budget[l])
-        return _compacted(config, spec, kv, pages[l, slot], kept, counts), lengths.at[l, slot].set(counts)
+        count = jnp.where(whole[l], rows.lengths, budget[l]) if eviction.policy.whole else budget[l]
+        kept, counts = jax.lax.switch(which[l], ways, rows, count)
+        kv = _compacted(config, spec, kv, pages[l, slot], kept, counts, rows.lengths)
+        return kv, lengths.at[l, slot].set(counts)
 
     return jax.lax.fori_loop(0, L, of_layer, held)
 
@@ -660,13 +687,20 @@ def _noted(x: jax.Array, pages: jax.Array) -> jax.Array:
 
 
 def _compacted(
-    config: CacheConfig, spec: KVSpec, kv: HeadPages, pages: jax.Array, kept: jax.Array, counts: jax.Array
+    config: CacheConfig,
+    spec: KVSpec,
+    kv: HeadPages,
+    pages: jax.Array,
+    kept: jax.Array,
+    counts: jax.Array,
+    lengths: jax.Array,
 ) -> HeadPages:
-    """The rows `kept` (K, S) moved to the front of a layer's pages (K, M); codes stay the codes that they are."""
+    """The rows `kept` (K, S), of (K,) lengths, moved to the front of a layer's pages (K, M); codes stay the codes that
+    they are. Heads that keep every row have nothing to move."""
     K, M = pages.shape
     R, P = config.rows, kv.positions.shape[0]
     used = jnp.arange(M, dtype=jnp.int32)[None, :] < pages_for(counts, R)[:, None]
-    place = jnp.where(used, pages, P)
+    place = jnp.where(used & (counts < lengths)[:, None], pages, P)
 
     def moved(x: jax.Array) -> jax.Array:
         """(K, S, …) → (K, M, R, …)."""
@@ -686,7 +720,8 @@ def _compacted(
         keeps = config.eviction is not None and config.eviction.policy.watch == "all"
         for name in ("weights", "seen"):
             x = getattr(kv, name)
-            noted[name] = moved_note(x) if keeps else x.at[place].set(jnp.zeros((), x.dtype), mode="drop")
+            cleared = x.at[jnp.where(used, pages, P)].set(jnp.zeros((), x.dtype), mode="drop")
+            noted[name] = moved_note(x) if keeps else cleared
     return kv.replace(
         k=(new_k,), v=() if new_v is None else (new_v,), scales=scales, positions=moved_note(kv.positions), **noted
     )

@@ -21,8 +21,9 @@ from kvjax import cache as kv_cache
 from kvjax import job, plans, snapshots
 from kvjax.cache import LEDGER, CacheConfig
 from kvjax.errors import ModelError, RequestError, UserError
-from kvjax.evicting import NEVER, Eviction
+from kvjax.evicting import NEVER, Eviction, claims
 from kvjax.eviction import Budget, Moments, Policy, Rows, adakv, named, pyramid, scores, select
+from kvjax.eviction_options import eviction_of
 from kvjax.models.positions import Rope, apply_rope, cos_sin, inverse_frequencies, rope_table, rotation
 from kvjax.plans import Model, Options
 from kvjax.sampling_params import SamplingParams
@@ -150,6 +151,8 @@ class Plain:
                 policy, moments = self._expecting(layer)
                 seen = seen.replace(moments=moments)
             count = jnp.int32(counts[layer])
+            if policy.whole:
+                count = jnp.where(jnp.asarray(policy.whole[layer]), lengths, count)
             if what.heads == "adakv":
                 count = divided(policy, seen, count)
             kept, count = map(np.asarray, selected(policy, seen, count))
@@ -187,6 +190,8 @@ def expected(model: Model, prompt: Sequence[int], new: int, context: int | None 
 
 PROMPTS = [[(7 * i * i + 3 * seed) % 60 + 1 for i in range(count)] for seed, count in enumerate((23, 9, 31, 16, 5))]
 SOME = SamplingParams(max_new_tokens=12)
+RETRIEVAL = ((True, False), (False, False), (False, True))
+"""Heads of tiny_llama that keep every row."""
 CASES: dict[str, tuple[Policy, dict[str, Any]]] = {
     "streaming": (named("streaming", sinks=2), {"rows": 9, "every": 3}),
     "by slot": (named("streaming", sinks=2, positions="slot"), {"rows": 9, "every": 3}),
@@ -197,6 +202,7 @@ CASES: dict[str, tuple[Policy, dict[str, Any]]] = {
     "observed": (named("observed"), {"share": 0.5, "every": 8}),
     "expected": (named("expected_attention", sinks=2, future=64), {"share": 0.5, "every": 5}),
     "expected, adakv": (named("expected_attention", covariance=False), {"rows": 9, "heads": "adakv", "every": 7}),
+    "duo": (named("duo", heads=RETRIEVAL, sinks=2, recent=5, within=6), {"rows": 7, "every": 3}),
     "snapkv, adakv": (named("snapkv", window=4), {"share": 0.5, "heads": "adakv"}),
 }
 """A policy of each kind: what it watches, when it evicts, and how its budget is divided."""
@@ -344,6 +350,68 @@ def test_a_prompt_gives_back_pages_when_it_is_compressed():
     assert used[0] == 4 * heads
     assert used[-1] == 0
     assert found == [expected(model, prompt, 4)]
+
+
+def test_pages_of_streaming_heads_return_while_retrieval_heads_keep_theirs():
+    """32 tokens, pages of 4: 2 retrieval heads hold all, 4 streaming heads 7 rows, and 8 more in between."""
+    policy = named("duo", heads=RETRIEVAL, sinks=2, recent=5, within=8)
+    model = evicting(policy, rows=7, every=3)
+    prompt = [i % 50 + 1 for i in range(32)]
+    found, used = stepwise(model, [prompt], SamplingParams(max_new_tokens=4), packed=32)
+    assert used[:4] == [2 * 2 + 4 * 2, 2 * 4 + 4 * 2, 2 * 6 + 4 * 2, 2 * 8 + 4 * 2]
+    assert max(used) == 2 * 9 + 4 * 3 and used[-1] == 0
+    assert found == [expected(model, prompt, 4)]
+    config = plans.cache_config(model, 2, 64, Options(rows=R, slots=2), 32)
+    most = claims(config, config.specs[0], *(jnp.asarray([x], jnp.int32) for x in (32, 36, 0)))
+    assert most.tolist() == [2 * 9 + 4 * (4 + 1)]
+    whole = dataclasses.replace(policy, whole=((True, True),) * 3)
+    assert stepwise(evicting(whole, rows=7), PROMPTS[:2], SOME)[0] == engines.tokens(
+        tiny("tiny_llama"), PROMPTS[:2], SOME
+    )
+
+
+def test_a_file_says_which_heads_retrieve(tmp_path):
+    table = tmp_path / "lr=0.02-heads.tsv"
+    table.write_text("6.05e-01\t0.0e+00\n2.49e-02\t0.0\n0.4999\t5.0e-01\n")
+    lists = tmp_path / "heads.json"
+    lists.write_text("[[1, 0.2], [false, 0], [0.1, true]]")
+    for path in (table, lists):
+        found = eviction_of(f"duo:heads={path},sinks=2,recent=5,within=6", None, 3)
+        assert found == Eviction(CASES["duo"][0], Budget(rows=7), every=3)
+    found = eviction_of(f"duo:heads={table}", None)
+    assert found is not None and (found.budget.rows, found.policy.sinks, found.policy.recent) == (384, 128, 256)
+    strict = eviction_of(f"duo:heads={table},threshold=0.6", None)
+    assert strict is not None and strict.policy.whole == ((True, False), (False, False), (False, False))
+
+
+@pytest.mark.parametrize(
+    "text, options, keep, said",
+    [
+        ("1\t0\n1\n", "", None, "'.*heads.tsv' is not a table of heads: one list, or line, for each layer"),
+        ("", "", None, "is not a table of heads"),
+        ("1\tx\n", "", None, "is not a table of heads"),
+        ("1\tnan\n", "", None, "is not a table of heads"),
+        (None, "", None, "cannot be read from '.*heads.tsv'"),
+        ("1\t0\n", ",threshold=high", None, "threshold='high', but a number such as 0.5"),
+        ("1\t0\n", ",sinks=-1", None, "sinks is -1"),
+        ("1\t0\n", ",within=0", None, "within is 0"),
+        ("1\t0\n", "", 0.5, "keep is 0.5, but duo says what heads keep"),
+        ("1\t0\n", "+adakv", None, "'duo' says what each head keeps: leave out"),
+    ],
+)
+def test_bad_heads_are_named(tmp_path, text, options, keep, said):
+    path = tmp_path / "heads.tsv"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(ModelError, match=said):
+        eviction_of(f"duo:heads={path}{options}", keep)
+
+
+def test_heads_are_those_of_the_model():
+    with pytest.raises(ModelError, match="are 1 layers of 2, the model's 3 layers of 2: give those of this model"):
+        _ = evicting(named("duo", heads=[(True, False)]), rows=7).own_eviction
+    with pytest.raises(ModelError, match="needs the option 'heads'"):
+        eviction_of("duo", None)
 
 
 def test_a_long_output_stays_within_its_budget():

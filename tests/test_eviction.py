@@ -194,7 +194,8 @@ def test_rows_left_while_decoding_are_those_of_the_authors(name, policy):
 # --- properties -----------------------------------------------------------------------------------------------------
 
 CAPACITY, HEADS, DIMS = 24, 2, 4
-EVERY = {name: eviction.named(name) for name in eviction.POLICIES if name != "expected_attention"} | {
+EVERY = {name: eviction.named(name) for name in eviction.POLICIES if name not in ("expected_attention", "duo")} | {
+    "duo": eviction.named("duo", heads=[], sinks=2, recent=3),
     "snapkv": eviction.named("snapkv", window=3),
     "expected_attention": eviction.named("expected_attention", frequencies=(1.0, 0.1)),
     "own": Policy("own", lambda rows: -rows.keys[:, :, 0], sinks=1, recent=2),
@@ -405,7 +406,8 @@ def test_mean_rotation_is_the_mean(start):
 
 def test_same_options_are_the_same_policy():
     for name in eviction.POLICIES:
-        one, two = eviction.named(name), eviction.named(name)
+        options = {"heads": [(True, False)]} if name == "duo" else {}
+        one, two = eviction.named(name, **options), eviction.named(name, **options)
         assert one == two and hash(one) == hash(two) and one.name == name
     assert eviction.named("snapkv", window=32) != eviction.named("snapkv")
 
