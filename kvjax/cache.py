@@ -168,7 +168,7 @@ class CacheConfig:
     def kv_bytes(self) -> int:
         """Bytes of all K and V, on each chip; where rows are evicted, with what is noted of each."""
         each = (evicting.pool_pages(self, spec) * evicting.page_bytes(self, spec) for spec in self.by_head)
-        return sum(each) + self.group_bytes
+        return sum(each) + sum(evicting.moments_bytes(self, spec) for spec in self.by_head) + self.group_bytes
 
     def stored_row_bytes(self, spec: KVSpec) -> int:
         """Bytes of one token in a layer, as the layout stores it."""
@@ -834,6 +834,7 @@ class Placement(struct.PyTreeNode):
       positions: (T,) int32 position of each token in its sequence.
       row_starts: (B + 1,) int32 first packed token of each slot.
       cuts: (B,) int32 tokens after which rows are evicted next, where they are.
+      context: (B,) int32 tokens of the prompts, up to where rows are evicted first; None: all of them.
       max_query: static; most tokens a slot has.
       divided: static; whether each chip of the mesh axis `seq` has q, k and v of its part of the tokens alone, equal
         parts in the order of the tokens.
@@ -844,6 +845,7 @@ class Placement(struct.PyTreeNode):
     row_starts: jax.Array
     max_query: int = struct.field(pytree_node=False)
     cuts: jax.Array | None = None
+    context: jax.Array | None = None
     divided: bool = struct.field(pytree_node=False, default=False)
 
     def places(

@@ -83,9 +83,10 @@ def step(program: Program, params: Params, state: EngineState, policy: Policy, p
     state = bare.replace(cache=kv_cache.with_pages(bare.cache, kv_cache.pages_of(state.cache)))
     state = scheduler.admit(program, state, policy, packed)
     plan = scheduler.schedule(program, state, packed)
-    before, cuts = cached(state), None
+    before, cuts, context = cached(state), None, None
     if program.cache.eviction is not None:
-        cuts = program.cache.eviction.next_cut(of_slots(state, state.requests.context), before)
+        context = of_slots(state, state.requests.context)
+        cuts = program.cache.eviction.next_cut(context, before)
     alone = running(state).sum(dtype=jnp.int32) == 1
     reserved = kv_cache.reserve(
         program.cache, state.cache, state.index, plan.tokens, state.step, policy.clock, alone, packed
@@ -97,7 +98,7 @@ def step(program: Program, params: Params, state: EngineState, policy: Policy, p
     def computed(T: int, max_query: int, kv: tuple[KVPages, ...]) -> tuple[tuple[KVPages, ...], jax.Array]:
         """K and V of the step's tokens written into pages, and hidden (B, D) at each slot's last token."""
         ids, placement = place(state, tokens, T, max_query)
-        placement = placement.replace(cuts=cuts)
+        placement = placement.replace(cuts=cuts, context=context)
         cache, hidden = compute_last(program, params, kv_cache.with_pages(state.cache, kv), ids, placement)
         return kv_cache.pages_of(cache), hidden
 

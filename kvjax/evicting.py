@@ -2,7 +2,8 @@
 
 A step appends the rows of its tokens to every head; a policy (`kvjax.eviction`) then says which rows of a head stay.
 They are moved together, and whole pages go back to the pool, all inside the loop. Rows keep the order of their tokens,
-so attention is causal by the order of the rows, and RoPE is in the keys already.
+so attention is causal by the order of the rows, and RoPE is in the keys already. Where positions
+are places in the cache, it is the queries that are turned on, for the sinks alone: see `_of_slots`.
 
 When rows are evicted depends on nothing but the request: after its prompt, and then every so many tokens. A prompt step
 never computes across such a point, so a request that gave way and is computed again loses the same rows.
@@ -12,16 +13,33 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 
 from kvjax import pages as page_pool
 from kvjax.control import for_each_page, when
-from kvjax.errors import UserError
-from kvjax.eviction import Budget, Policy, Rows, adakv, gather, pyramid, select, share_of
+from kvjax.errors import ModelError, UserError
+from kvjax.eviction import (
+    Budget,
+    Moments,
+    Policy,
+    Rows,
+    adakv,
+    add_queries,
+    angles,
+    gather,
+    no_moments,
+    pyramid,
+    rotate,
+    scores,
+    select,
+    share_of,
+)
 from kvjax.pages import NOWHERE, PagePool, pages_for
 from kvjax.pallas_kernels import (
     AttentionSpec,
@@ -34,8 +52,9 @@ from kvjax.pallas_kernels import (
     write_pages,
     write_rows,
 )
+from kvjax.pallas_kernels.paged_attention.xla import BLOCK, query_blocks
 from kvjax.pallas_kernels.quantize import dequantize, quantize_kv
-from kvjax.types import KVSpec
+from kvjax.types import Family, KVSpec, Rotation
 
 if TYPE_CHECKING:
     from kvjax.cache import CacheConfig, Placement
@@ -54,6 +73,7 @@ class Eviction:
       every: tokens generated between two evictions, where the policy evicts while it decodes.
       layers: "uniform" budgets, or "pyramid".
       heads: "uniform" budgets, or "adakv".
+      rotations: of each layer, where the policy asks for them; `for_model` fills them in.
 
     Raises:
       UserError: a field is out of range, or the policy does not go with it.
@@ -64,6 +84,7 @@ class Eviction:
     every: int = 32
     layers: str = "uniform"
     heads: str = "uniform"
+    rotations: tuple[Rotation | None, ...] = ()
 
     def __post_init__(self) -> None:
         if self.policy.score is None:
@@ -76,12 +97,68 @@ class Eviction:
                 raise UserError(f"Budgets of {name} are {getattr(self, name)!r}, but {wanted} is needed.")
         if self.heads == "adakv" and self.policy.together:
             raise UserError(f"AdaKV divides rows among heads, but {self.policy.name!r} keeps the same rows in all.")
-        if self.policy.moments:
-            raise UserError(f"Eviction policy {self.policy.name!r} needs moments of queries, which the engine lacks.")
+        if self.policy.whole and (self.layers, self.heads) != ("uniform", "uniform"):
+            raise UserError(f"{self.policy.name!r} says what each head keeps: leave out +adakv and +pyramid.")
+        if self.policy.positions == "slot":
+            if self.policy.score is not scores.newest:
+                raise UserError(
+                    f"Eviction policy {self.policy.name!r} has positions='slot', which only sinks and the newest rows "
+                    "can have: leave positions out."
+                )
+            if self.budget.rows is not None and self.budget.rows < self.least:
+                raise UserError(
+                    f"Of {self.budget.rows} rows, {self.policy.sinks} are sinks and none is left for the newest: "
+                    f"give keep={self.least} or more."
+                )
+
+    @property
+    def least(self) -> int:
+        """Rows that stay whatever the budget says: with positions by place, the sinks, which have theirs for good, and
+        one row behind them."""
+        return self.policy.sinks + 1 if self.policy.positions == "slot" else 0
+
+    def for_model(self, family: Family, config: Any) -> Eviction:
+        """The same with what it has to know of the family. Raises ModelError."""
+        if self.policy.whole:
+            self._check_heads([spec.kv_heads for spec in family.kv_specs(config, "float32")])
+        if self.policy.positions != "slot" and not self.policy.moments:
+            return self
+        if family.rotations is None:
+            raise ModelError(
+                f"Eviction policy {self.policy.name!r} turns queries by RoPE, and how {family.name} models turn them "
+                "is not known: take another policy, or positions='token'."
+            )
+        return dataclasses.replace(self, rotations=family.rotations(config))
+
+    def _check_heads(self, heads: list[int]) -> None:
+        given = [len(layer) for layer in self.policy.whole]
+        if given != heads:
+            mine, its = (f"{len(x)} layers of {' or '.join(map(str, sorted(set(x))))}" for x in (given, heads))
+            name = self.policy.name
+            raise ModelError(f"The heads given to {name!r} are {mine}, the model's {its}: give those of this model.")
+
+    def whole_heads(self, layers: tuple[int, ...]) -> np.ndarray:
+        """(L, K) bool of these layers, which have equal numbers of kv heads; (L, 1) of False where no head is whole."""
+        return np.asarray([self.policy.whole[layer] if self.policy.whole else (False,) for layer in layers], bool)
+
+    def policy_of(self, layer: int) -> Policy:
+        """The policy, with the RoPE of a layer where its score asks for it."""
+        score = self.policy.score
+        if not isinstance(score, scores.ExpectedAttention) or score.frequencies is not None:
+            return self.policy
+        turned = self.rotations[layer] or Rotation((0.0,))
+        score = dataclasses.replace(
+            score, frequencies=turned.frequencies, factor=turned.factor, interleaved=turned.interleaved
+        )
+        return dataclasses.replace(self.policy, score=score)
 
     def kept(self, tokens: jax.Array) -> jax.Array:
         """Rows that stay of so many tokens, int32, in the mean of layers and heads."""
-        return self.budget.count(tokens)
+        return self.at_least(self.budget.count(tokens), tokens)
+
+    def at_least(self, count: jax.Array, tokens: jax.Array) -> jax.Array:
+        """A budget of so many tokens, both int32, but for the rows that stay whatever it says."""
+        return jnp.minimum(jnp.maximum(count, self.least), tokens)
 
     def _first(self, prompt: jax.Array) -> jax.Array:
         """Tokens after which rows go for the first time: the prompt, if it has more than the budget."""
@@ -97,21 +174,27 @@ class Eviction:
           prompt: (B,) int32 tokens of the prompts.
           computed: (B,) int32.
         """
-        first = self._first(prompt)
+        first = ahead = self._first(prompt)
+        if self.policy.within is not None:
+            ahead = jnp.minimum(first, self.policy.within * (computed // self.policy.within + 1))
         if not self.policy.decode:
-            return jnp.where(computed < first, first, NEVER)
+            return jnp.where(computed < first, ahead, NEVER)
         later = first + self.every * ((computed - first) // self.every + 1)
-        return jnp.where(computed < first, first, later)
+        return jnp.where(computed < first, ahead, later)
 
     def most_rows(self, prompt: jax.Array, limit: jax.Array, computed: jax.Array) -> jax.Array:
-        """(B,) int32 rows that each head may come to hold, of requests that end with `limit` tokens."""
+        """(B,) int32 rows that each head may come to hold, of requests that end with `limit` tokens, but for heads that
+        keep every row."""
         first, last = self._first(prompt), limit - 1  # the last token of all needs no row
+        before = jnp.minimum(first, last)
+        if self.policy.within is not None:
+            before = jnp.minimum(before, self.kept(before) + self.policy.within)
         if self.policy.decode:
             after = self.kept(last) + self.every
         else:
             after = self.kept(first) + jnp.maximum(last - first, 0)
         after = jnp.where(first < last, jnp.minimum(after, last), 0)
-        return jnp.where(computed < first, jnp.maximum(jnp.minimum(first, last), after), after)
+        return jnp.where(computed < first, jnp.maximum(before, after), after)
 
 
 class HeadPages(struct.PyTreeNode):
@@ -124,6 +207,8 @@ class HeadPages(struct.PyTreeNode):
       positions: (P, R) int32 of the rows' tokens.
       weights: (P, R) float32 and
       seen: (P, R) int32, as `kvjax.eviction.Rows` has them; None where the policy watches no query.
+      moments: of the queries of each layer and slot, (L, B, …), each times √H of the softmax's scale, so that H^−½ is
+        the scale; None where the policy asks for none.
     """
 
     k: tuple[jax.Array, ...]
@@ -132,6 +217,7 @@ class HeadPages(struct.PyTreeNode):
     positions: jax.Array
     weights: jax.Array | None
     seen: jax.Array | None
+    moments: Moments | None = None
 
 
 class HeadTable(struct.PyTreeNode):
@@ -185,6 +271,15 @@ def page_bytes(config: CacheConfig, spec: KVSpec) -> int:
     return config.rows * (config.stored_row_bytes(one) + noted)
 
 
+def moments_bytes(config: CacheConfig, spec: KVSpec) -> int:
+    """Bytes of what is known of the queries of the layers with this spec."""
+    assert config.eviction is not None
+    if not config.eviction.policy.moments:
+        return 0
+    each = 4 + 4 * config.query_heads * spec.key_dim * (spec.key_dim + 1)
+    return len(config.layers_with(spec)) * config.slots * each
+
+
 def init(config: CacheConfig, spec: KVSpec) -> HeadCache:
     """An empty cache of the layers with this spec."""
     assert config.eviction is not None
@@ -192,7 +287,10 @@ def init(config: CacheConfig, spec: KVSpec) -> HeadCache:
     P, R, dtype = pool_pages(config, spec), config.rows, jnp.dtype(spec.storage)
     k, v = init_pages(P, R, _lanes(spec), dtype, config.layout)
     scales = (jnp.zeros((P, 1 if spec.latent else 2, R)),) if spec.scales else ()
-    watches = config.eviction.policy.watch != "none"
+    watches, moments = config.eviction.policy.watch != "none", None
+    if config.eviction.policy.moments:
+        one = no_moments(config.query_heads, spec.key_dim)
+        moments = jax.tree.map(lambda x: jnp.zeros((L, B, *x.shape), x.dtype), one)
     kv = HeadPages(
         k=(k,),
         v=() if v is None else (v,),
@@ -200,6 +298,7 @@ def init(config: CacheConfig, spec: KVSpec) -> HeadCache:
         positions=jnp.zeros((P, R), jnp.int32),
         weights=jnp.zeros((P, R)) if watches else None,
         seen=jnp.zeros((P, R), jnp.int32) if watches else None,
+        moments=moments,
     )
     table = HeadTable(jnp.zeros((L, B, K, M), jnp.int32), jnp.zeros((L, B, K), jnp.int32))
     return HeadCache(kv, page_pool.init(P), table)
@@ -209,9 +308,11 @@ def init(config: CacheConfig, spec: KVSpec) -> HeadCache:
 def claims(config: CacheConfig, spec: KVSpec, prompt: jax.Array, limit: jax.Array, computed: jax.Array) -> jax.Array:
     """(B,) int32: pages that requests may come to hold, from `computed` tokens on to `limit`."""
     assert config.eviction is not None
-    most = config.eviction.most_rows(prompt, limit, computed)
+    most, all_rows = config.eviction.most_rows(prompt, limit, computed), pages_for(limit - 1, config.rows)
+    whole = int(config.eviction.whole_heads(config.layers_with(spec)).sum())
     # Heads and layers share a budget in parts that each round up.
-    return _heads(config, spec) * jnp.minimum(pages_for(most, config.rows) + 1, pages_for(limit - 1, config.rows))
+    some = jnp.minimum(pages_for(most, config.rows) + 1, all_rows)
+    return (_heads(config, spec) - whole) * some + whole * all_rows
 
 
 def reserve(config: CacheConfig, cache: HeadCache, tokens: jax.Array, step: jax.Array, most: int) -> HeadCache:
@@ -285,21 +386,33 @@ def attend(
     lanes = _lanes(spec) if config.layout == "joined" else None
     what = AttentionSpec(scale, None, soft_cap, latent, config.layout, lanes)
     watched = _watched(config.eviction, placement)
-    if watched is not None and up is not None:
+    if (watched is not None or kv.moments is not None) and up is not None:
         name = config.eviction.policy.name
         raise UserError(
             f"Eviction policy {name!r} watches queries, which meet expanded latents: take knorm or streaming."
         )
-    several = spec.kv_heads > 1
-    out, lse = paged_attention(
-        q, kv.k[0], kv.v[0] if kv.v else None, pages if several else pages[:, 0], lengths if several else lengths[:, 0],
-        placement.row_starts, what, sinks=None if several else sinks, up=up, scales=kv.scales[0] if kv.scales else None,
-        max_query=placement.max_query, with_lse=watched is not None or (several and sinks is not None), backend=backend,
+    several, turned = spec.kv_heads > 1, _turned(config, layer)
+    if kv.moments is not None:
+        gathered = _gathered(config.eviction.policy, placement, kv.moments, l, q, scale, turned, lengths)
+        kv = kv.replace(moments=gathered)
+    over_rows = functools.partial(
+        paged_attention, k_pages=kv.k[0], v_pages=kv.v[0] if kv.v else None, table=pages if several else pages[:, 0],
+        row_starts=placement.row_starts, spec=what, up=up, scales=kv.scales[0] if kv.scales else None,
+        max_query=placement.max_query, backend=backend,
     )  # fmt: skip
-    if several and sinks is not None:
-        assert lse is not None
-        merged, lse = merge(out[None], lse[None], sinks)
-        out = merged.astype(out.dtype)
+    held = lengths if several else lengths[:, 0]
+    lse: jax.Array | None
+    if config.eviction.policy.positions == "slot" and turned is not None:
+        outs, lses = _of_slots(config.eviction, placement, over_rows, q, held, *turned)
+        merged, lse = merge(outs, lses, sinks)
+        out = merged.astype(q.dtype)
+    else:
+        joins = several and sinks is not None
+        out, lse = over_rows(q, lengths=held, sinks=None if joins else sinks, with_lse=watched is not None or joins)
+        if joins:
+            assert lse is not None
+            merged, lse = merge(out[None], lse[None], sinks)
+            out = merged.astype(out.dtype)
     if watched is not None:
         assert lse is not None and kv.weights is not None and kv.seen is not None
         weights, seen = add_row_weights(
@@ -309,6 +422,116 @@ def attend(
         )  # fmt: skip
         kv = kv.replace(weights=weights, seen=seen)
     return cache.replace(kv=kv), out
+
+
+def _turned(config: CacheConfig, layer: int | jax.Array) -> tuple[Rotation, jax.Array] | None:
+    """How a layer turns queries, and () bool whether it does. None: it does not, or the policy does not ask."""
+    assert config.eviction is not None
+    all_layers = config.eviction.rotations
+    if not all_layers:
+        return None
+    if not config.stacked:
+        one = all_layers[int(layer)]
+        return None if one is None else (one, jnp.bool_(True))
+    several = {one for one in all_layers if one is not None}
+    if len(several) > 1:
+        raise UserError("Layers that turn queries differently cannot be scanned: load with layers='unrolled'.")
+    turns = jnp.asarray([one is not None for one in all_layers])
+    return (several.pop(), turns[layer]) if several else None
+
+
+def _of_slots(
+    eviction: Eviction,
+    placement: Placement,
+    over_rows: Callable[..., tuple[jax.Array, jax.Array | None]],
+    q: jax.Array,
+    held: jax.Array,
+    rotation: Rotation,
+    turns: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+    """Attention where a row's position is its place among those held: outs (2, T, N, Hv) and lses (2, T, N) to merge.
+
+    RoPE makes products of distances. Those to the rows behind the sinks are what they were, for no row between two of
+    them, or between them and the query, has gone. The sinks' are smaller by the rows that went: to them, the query is
+    turned back by as many positions.
+
+    Args:
+      eviction: what is evicted.
+      placement: of the step's tokens.
+      over_rows: `paged_attention` over the layer's pages.
+      q: (T, N, H), position encoded.
+      held: (B,) or (B, K) int32 rows of each slot; of a slot's heads the same.
+      rotation: of the layer.
+      turns: () bool whether it does turn.
+    """
+    of_slot = held if held.ndim == 1 else held[:, 0]
+    slot = jnp.minimum(placement.slots, held.shape[0] - 1)
+    index = jnp.arange(q.shape[0], dtype=jnp.int32)
+    gone = placement.positions - (of_slot[slot] - placement.row_starts[slot + 1] + index)
+    moved = _turn(q, rotation, jnp.where(turns, -gone, 0))
+    first = jnp.minimum(held, eviction.policy.sinks)
+    both = (
+        over_rows(moved, lengths=first, ahead=held - first, with_lse=True),
+        over_rows(q, lengths=held, first=first, with_lse=True),
+    )
+    return jnp.stack([out for out, _ in both]), jnp.stack([lse for _, lse in both if lse is not None])
+
+
+def _turn(q: jax.Array, rotation: Rotation, by: jax.Array, factor: float | jax.Array = 1.0) -> jax.Array:
+    """q (T, N, H), which are turned, by so many positions (T,) int32 more, and what is turned times a factor."""
+    cos, sin = (x[:, None, :] * factor for x in angles(rotation.frequencies, by))
+    shape = (*q.shape[:2], cos.shape[-1])
+    cos, sin = (jnp.broadcast_to(x, shape) for x in (cos, sin))
+    moved = rotate(q[..., rotation.first :], cos, sin, rotation.interleaved)
+    return jnp.concatenate([q[..., : rotation.first], moved], axis=-1)
+
+
+def _gathered(
+    policy: Policy,
+    placement: Placement,
+    moments: Moments,
+    l: int | jax.Array,
+    q: jax.Array,
+    scale: float,
+    turned: tuple[Rotation, jax.Array] | None,
+    lengths: jax.Array,
+) -> Moments:
+    """Moments with the queries of the step's prompts, from position `sinks` on, RoPE taken off; decoding adds none.
+
+    Args:
+      policy: what asks for them.
+      placement: of the step's tokens.
+      moments: (L, B, …) of the tokens before.
+      l: the layer, among those with its spec.
+      q: (T, N, H), position encoded.
+      scale: of the softmax.
+      turned: how, of `_turned`.
+      lengths: (B, K) int32 rows of each slot.
+    """
+    (T, _, H), B = q.shape, lengths.shape[0]
+    starts, positions = placement.row_starts, placement.positions
+    context = jnp.full((B,), NEVER, jnp.int32) if placement.context is None else placement.context
+    first = positions.at[starts[:-1]].get(mode="clip")
+    begins = (starts[1:] > starts[:-1]) & (first == 0)
+    moments = moments.replace(queries=moments.queries.at[l].set(jnp.where(begins, 0, moments.queries[l])))
+    C = 1 if placement.max_query == 1 else min(BLOCK, 1 << (placement.max_query - 1).bit_length())
+    blocks = query_blocks(starts, lengths[:, 0], first < context, C, min(T, B) if C == 1 else min(T, T // C + B))
+
+    def add(i: jax.Array, moments: Moments) -> Moments:
+        slot, step = blocks.slot[i], jnp.arange(C, dtype=jnp.int32)
+        token = blocks.first[i] + step
+        own = positions.at[token].get(mode="clip")
+        x = q.at[token].get(mode="clip").astype(jnp.float32) * jnp.float32(scale * H**0.5)
+        if turned is not None:
+            rotation, turns = turned
+            x = _turn(x, rotation, jnp.where(turns, -own, 0), jnp.where(turns, 1 / rotation.factor, 1.0))
+        watched = (step < blocks.size[i]) & (own >= policy.sinks) & (own < context[slot])
+        old = jax.tree.map(lambda x: x[l, slot], moments)
+        known = old.queries > 0  # else what is there is of another request
+        old = jax.tree.map(lambda x: jnp.where(known, x, jnp.zeros_like(x)), old)
+        return jax.tree.map(lambda x, new: x.at[l, slot].set(new), moments, add_queries(old, x, watched))
+
+    return jax.lax.fori_loop(0, blocks.used, add, moments)
 
 
 def _watched(eviction: Eviction, placement: Placement) -> jax.Array | None:
@@ -410,20 +633,32 @@ def _evict_slot(
     eviction = config.eviction
     assert eviction is not None
     L = pages.shape[0]
+    whole = jnp.asarray(eviction.whole_heads(config.layers_with(spec)))
+    policies = [eviction.policy_of(layer) for layer in config.layers_with(spec)]
+    distinct = tuple(dict.fromkeys(policies))
+    which = jnp.asarray([distinct.index(policy) for policy in policies], jnp.int32)
+    ways = [functools.partial(_chosen, eviction, policy) for policy in distinct]
     budget = jnp.broadcast_to(eviction.kept(computed), (L,))
     if eviction.layers == "pyramid":
-        budget = pyramid(eviction.budget, computed, L, max(eviction.policy.recent, 1))
+        budget = pyramid(eviction.budget, computed, L, max(eviction.policy.recent, eviction.least, 1))
+        budget = eviction.at_least(budget, computed)
 
     def of_layer(l: jax.Array, held: tuple[HeadPages, jax.Array]) -> tuple[HeadPages, jax.Array]:
         kv, lengths = held
         rows = _rows(config, spec, kv, pages[l, slot], old[l, slot], computed)
-        counts = budget[l]
-        if eviction.heads == "adakv":
-            counts = adakv(eviction.policy, rows, counts)
-        kept, counts = select(eviction.policy, rows, counts)
-        return _compacted(config, spec, kv, pages[l, slot], kept, counts), lengths.at[l, slot].set(counts)
+        if kv.moments is not None:
+            rows = rows.replace(moments=jax.tree.map(lambda x: x[l, slot], kv.moments))
+        count = jnp.where(whole[l], rows.lengths, budget[l]) if eviction.policy.whole else budget[l]
+        kept, counts = jax.lax.switch(which[l], ways, rows, count)
+        kv = _compacted(config, spec, kv, pages[l, slot], kept, counts, rows.lengths)
+        return kv, lengths.at[l, slot].set(counts)
 
     return jax.lax.fori_loop(0, L, of_layer, held)
+
+
+def _chosen(eviction: Eviction, policy: Policy, rows: Rows, count: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Of a layer of a slot, as `select` gives them: rows that stay (K, S), and how many (K,)."""
+    return select(policy, rows, adakv(policy, rows, count) if eviction.heads == "adakv" else count)
 
 
 def _rows(
@@ -452,13 +687,20 @@ def _noted(x: jax.Array, pages: jax.Array) -> jax.Array:
 
 
 def _compacted(
-    config: CacheConfig, spec: KVSpec, kv: HeadPages, pages: jax.Array, kept: jax.Array, counts: jax.Array
+    config: CacheConfig,
+    spec: KVSpec,
+    kv: HeadPages,
+    pages: jax.Array,
+    kept: jax.Array,
+    counts: jax.Array,
+    lengths: jax.Array,
 ) -> HeadPages:
-    """The rows `kept` (K, S) moved to the front of a layer's pages (K, M); codes stay the codes that they are."""
+    """The rows `kept` (K, S), of (K,) lengths, moved to the front of a layer's pages (K, M); codes stay the codes that
+    they are. Heads that keep every row have nothing to move."""
     K, M = pages.shape
     R, P = config.rows, kv.positions.shape[0]
     used = jnp.arange(M, dtype=jnp.int32)[None, :] < pages_for(counts, R)[:, None]
-    place = jnp.where(used, pages, P)
+    place = jnp.where(used & (counts < lengths)[:, None], pages, P)
 
     def moved(x: jax.Array) -> jax.Array:
         """(K, S, …) → (K, M, R, …)."""
@@ -478,7 +720,8 @@ def _compacted(
         keeps = config.eviction is not None and config.eviction.policy.watch == "all"
         for name in ("weights", "seen"):
             x = getattr(kv, name)
-            noted[name] = moved_note(x) if keeps else x.at[place].set(jnp.zeros((), x.dtype), mode="drop")
+            cleared = x.at[jnp.where(used, pages, P)].set(jnp.zeros((), x.dtype), mode="drop")
+            noted[name] = moved_note(x) if keeps else cleared
     return kv.replace(
         k=(new_k,), v=() if new_v is None else (new_v,), scales=scales, positions=moved_note(kv.positions), **noted
     )

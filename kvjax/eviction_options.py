@@ -19,7 +19,8 @@ def eviction_of(evict: Any, keep: Any, every: Any = 32) -> Eviction | None:
     Args:
       evict: name of a policy (`kvjax.eviction.POLICIES`) with its options and budget wrappers, as in
         "snapkv:window=32,kernel=7+adakv+pyramid"; or a `kvjax.eviction.Policy`; or an Eviction; or None.
-      keep: what each head keeps: rows, if it is a whole number, or a share of the tokens, below 1.
+      keep: what each head keeps: rows, if it is a whole number, or a share of the tokens, below 1. None with "duo",
+        whose options say it.
       every: tokens generated between two evictions.
 
     Raises:
@@ -39,14 +40,14 @@ def eviction_of(evict: Any, keep: Any, every: Any = 32) -> Eviction | None:
             policy, wrappers = evict, []
         else:
             raise UserError(f"evict is {evict!r}: give a policy or its name, one of {_names()}.")
-        divided = {}
+        divided: dict[str, Any] = {}
         for wrapper in wrappers:
             if wrapper not in WRAPPERS:
                 raise UserError(f"evict has +{wrapper}: give {policy.name}+adakv, {policy.name}+pyramid, or both.")
             divided[WRAPPERS[wrapper]] = wrapper
         if not isinstance(every, int) or isinstance(every, bool) or every < 1:
             raise UserError(f"evict_every is {every!r}: give a whole number of tokens, at least 1.")
-        return Eviction(policy, _budget(keep), every, **divided)
+        return Eviction(policy, _budget(policy, keep), every, **divided)
     except ModelError:
         raise
     except UserError as error:
@@ -57,7 +58,11 @@ def _names() -> str:
     return ", ".join(name for name in POLICIES if name != "none")
 
 
-def _budget(keep: Any) -> Budget:
+def _budget(policy: Policy, keep: Any) -> Budget:
+    if policy.whole:
+        if keep is not None:
+            raise UserError(f"keep is {keep!r}, but {policy.name} says what heads keep: leave keep out.")
+        return Budget(rows=max(policy.sinks + policy.recent, 1))
     if keep is None:
         raise UserError("Evicting rows needs a budget: give keep, rows such as 1024 or a share such as 0.5.")
     if isinstance(keep, bool) or not isinstance(keep, int | float):

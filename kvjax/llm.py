@@ -466,6 +466,7 @@ def load(
     token_bytes = [tokenizer.token_bytes(token) for token in range(config.vocab)]
     shape = None if mesh is None else automatic(mesh).abstract_mesh
     model = Model(family, config, params, tokenizer.eos_ids, token_bytes, dtype.name, storage, stacked, shape, eviction)
+    _ = model.own_eviction  # refuses now what it could not do
     return LLM(model, tokenizer, run_options, description)
 
 

@@ -63,6 +63,11 @@ class Model:
             return ""
         return f"{rope!r} to {self.config.context}"
 
+    @functools.cached_property
+    def own_eviction(self) -> Eviction | None:
+        """`eviction`, with what it has to know of this model. Raises ModelError."""
+        return None if self.eviction is None else self.eviction.for_model(self.family, self.config)
+
 
 @dataclasses.dataclass(frozen=True)
 class Options:
@@ -240,6 +245,8 @@ def _check(model: Model, options: Options, backend: str) -> None:
     over: Any = divided(model)
     if backend.startswith("gpu") and over["seq"] > 1:
         raise NotImplementedError("the GPU's kernels do not read sequences that are dealt over chips (mesh axis seq)")
+    if backend.startswith("gpu") and model.eviction is not None and model.eviction.policy.positions == "slot":
+        raise NotImplementedError("the GPU's kernels do not read parts of a sequence, as positions='slot' needs")
     config = CacheConfig(model.family.kv_specs(model.config, model.storage), 1, rows, 1, **over)
     kept = dict.fromkeys(spec for s in config.specs for spec in (s, s.recent) if spec is not None)
     for spec in map(config.on_chip, kept):
@@ -300,7 +307,7 @@ def cache_config(model: Model, slots: int, longest: int, options: Options, packe
         per_slot,
         stacked=model.stacked,
         layout=layout_of(model, options),
-        eviction=model.eviction,
+        eviction=model.own_eviction,
         **over,
     )
     if model.eviction is not None:
@@ -368,12 +375,12 @@ def _within(config: CacheConfig, kv_bytes: int, packed: int) -> CacheConfig:
 
 def _with_head_pages(config: CacheConfig, kv_bytes: int) -> CacheConfig:
     """The cache with as many pages of single heads as what is left of `kv_bytes` holds. Raises RequestError."""
-    left = kv_bytes - config.group_bytes
+    left = kv_bytes - config.group_bytes - sum(evicting.moments_bytes(config, spec) for spec in config.by_head)
     bytes_of = [evicting.page_bytes(config, spec) for spec in config.by_head]
     most = [evicting.pool_pages(config, spec) for spec in config.by_head]
     share = min(1.0, left / sum(count * size for count, size in zip(most, bytes_of, strict=True)))
     if share <= 0:
-        raise RequestError(f"kv_bytes is {kv_bytes}, and windows take all of it: raise kv_bytes.")
+        raise RequestError(f"kv_bytes is {kv_bytes}, and windows or moments of queries take all of it: raise kv_bytes.")
     return dataclasses.replace(config, head_pages=tuple(int(count * share) for count in most))
 
 

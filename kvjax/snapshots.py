@@ -600,7 +600,7 @@ def _read_plan(value: Mapping[str, Any] | None, model: Model) -> Plan | None:
     if value is None:
         return None
     specs = tuple(KVSpec(**spec) for spec in value["cache"]["specs"])
-    cache = {**value["cache"], "specs": specs, "eviction": model.eviction}
+    cache = {**value["cache"], "specs": specs, "eviction": model.own_eviction}
     for name in ("window_pages", "head_pages"):
         cache[name] = cache.get(name) and tuple(cache[name])
     return Plan(**{**value, "cache": CacheConfig(**cache)})

@@ -87,6 +87,23 @@ class KVSpec:
 
 
 @dataclasses.dataclass(frozen=True)
+class Rotation:
+    """How a layer turns its queries and keys by their positions (RoPE, 2104.09864).
+
+    Attributes:
+      frequencies: n radians per position, of as many pairs of dims.
+      factor: multiplies cos and sin, and so what is turned.
+      interleaved: pairs are (2i, 2i + 1) instead of (i, i + n).
+      first: the first dim of a query that is turned; those behind the pairs are left as they are, too.
+    """
+
+    frequencies: tuple[float, ...]
+    factor: float = 1.0
+    interleaved: bool = False
+    first: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
 class ParamSpec:
     """One parameter: the same leaf yields its initial value, its sharding and its checkpoint tensors.
 
@@ -169,6 +186,8 @@ class Family(NamedTuple):
       gguf: names in llama.cpp's container, or None.
       prefix: what checkpoints saved from the bare transformer leave out at the beginning of names.
       unused: config → patterns of tensors that a checkpoint may have and the forward function does not need.
+      rotations: config → what each layer turns q and k by before it calls `attend`, None for a layer that does not. No
+        function: it is not known.
     """
 
     name: str
@@ -181,3 +200,4 @@ class Family(NamedTuple):
     gguf: GGUFNames | None = None
     prefix: str = "model."
     unused: Callable[[Any], tuple[str, ...]] = lambda config: ()
+    rotations: Callable[[Any], tuple[Rotation | None, ...]] | None = None

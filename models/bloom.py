@@ -62,4 +62,5 @@ BLOOM = Family(
     unembed=decoder.unembed,
     gguf=gguf_gpt.bloom(NAMES),
     prefix="transformer.",
+    rotations=gpt.rotations,
 )

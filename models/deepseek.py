@@ -20,8 +20,8 @@ from kvjax.models.layers import bias_spec, biased, embed, gated_mlp, norm_spec, 
 from kvjax.models.layers import rms_norm as _rms_norm
 from kvjax.models.layers import unembed as logits_of
 from kvjax.models.moe import Routing
-from kvjax.models.positions import Rope, apply_rope, cos_sin, rope_from_hf, rope_table, softmax_factor
-from kvjax.types import Family, KVSpec, Params, ParamSpec
+from kvjax.models.positions import Rope, apply_rope, cos_sin, rope_from_hf, rope_table, rotation, softmax_factor
+from kvjax.types import Family, KVSpec, Params, ParamSpec, Rotation
 
 V2, V3 = "DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM"
 ARCHITECTURES = (V2, V3)
@@ -247,6 +247,11 @@ def _feed_forward(config: DeepseekConfig, p: Params, h: jax.Array) -> jax.Array:
     return out + moe.mixture(h, weights, expert, p["experts"], moe.swiglu_experts)
 
 
+def rotations(config: DeepseekConfig) -> tuple[Rotation | None, ...]:
+    """Of each layer."""
+    return (rotation(config.rope, config.context, config.interleaved, config.nope_dim),) * len(config.sparse)
+
+
 DEEPSEEK = Family(
     name="deepseek",
     architectures=ARCHITECTURES,
@@ -257,4 +262,5 @@ DEEPSEEK = Family(
     unembed=decoder.unembed,
     gguf=DEEPSEEK_GGUF,
     unused=lambda config: (f"model.layers.{len(config.sparse)}.*",),  # V3's layer that predicts a second token
+    rotations=rotations,
 )

@@ -76,4 +76,5 @@ FALCON = Family(
     unembed=decoder.unembed,
     gguf=gguf_gpt.falcon(NAMES, _TWO_NORMS),
     prefix="transformer.",
+    rotations=gpt.rotations,
 )

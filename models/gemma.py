@@ -22,8 +22,8 @@ from kvjax.models.layers import (
     rms_norm,
     soft_cap,
 )
-from kvjax.models.positions import Rope, apply_rope, cos_sin, rope_from_hf, rope_table
-from kvjax.types import Family, Params, ParamSpec
+from kvjax.models.positions import Rope, apply_rope, cos_sin, rope_from_hf, rope_table, rotation
+from kvjax.types import Family, Params, ParamSpec, Rotation
 
 GEMMA2, GEMMA3 = "Gemma2ForCausalLM", "Gemma3ForCausalLM"
 ARCHITECTURES = (GEMMA2, GEMMA3)
@@ -186,6 +186,12 @@ def unembed(params: Params, config: GemmaConfig, hidden: jax.Array) -> jax.Array
     return soft_cap(decoder.unembed(params, config, hidden), config.final_cap)
 
 
+def rotations(config: GemmaConfig) -> tuple[Rotation | None, ...]:
+    """Of each layer."""
+    ropes = [config.rope if window is None else config.local_rope for window in config.windows]
+    return tuple(rotation(rope, config.context) for rope in ropes)
+
+
 GEMMA = Family(
     name="gemma",
     architectures=ARCHITECTURES,
@@ -195,4 +201,5 @@ GEMMA = Family(
     forward=forward,
     unembed=unembed,
     gguf=GEMMA_GGUF,
+    rotations=rotations,
 )

@@ -16,8 +16,8 @@ import jax.numpy as jnp
 
 from kvjax.errors import ModelError
 from kvjax.models.layers import bias_spec, biased, embed, layer_norm, mlp, norm_spec, over_layers, project
-from kvjax.models.positions import Rope, apply_rope, cos_sin, rope_table, sinusoids
-from kvjax.types import KVSpec, Params, ParamSpec
+from kvjax.models.positions import Rope, apply_rope, cos_sin, rope_table, rotation, sinusoids
+from kvjax.types import KVSpec, Params, ParamSpec, Rotation
 
 
 @dataclasses.dataclass(frozen=True)
@@ -199,6 +199,11 @@ def _normed(config: GPTConfig, p: Params, key: str, x: jax.Array) -> jax.Array:
 
 def _mlp(config: GPTConfig, p: Params, h: jax.Array) -> jax.Array:
     return mlp(h, p["up"], p["down"], p.get("up_bias"), p.get("down_bias"), activation=config.activation)
+
+
+def rotations(config: GPTConfig) -> tuple[Rotation | None, ...]:
+    """Of each layer."""
+    return (None if config.rope is None else rotation(config.rope, config.context),) * config.layers
 
 
 def _embedded(params: Params, config: GPTConfig, tokens: jax.Array, positions: jax.Array) -> jax.Array:

@@ -59,4 +59,5 @@ GPT2 = Family(
     unembed=decoder.unembed,
     gguf=gguf_gpt.gpt2(NAMES),
     prefix="transformer.",
+    rotations=gpt.rotations,
 )

@@ -15,8 +15,8 @@ from kvjax.models.gguf_gpt_oss import GPT_OSS_GGUF
 from kvjax.models.layers import bias_spec, embed, norm_spec, over_layers, rms_norm
 from kvjax.models.layers import unembed as logits_of
 from kvjax.models.moe import Routing
-from kvjax.models.positions import Rope, apply_rope, cos_sin, rope_from_hf, rope_table
-from kvjax.types import Family, Params, ParamSpec
+from kvjax.models.positions import Rope, apply_rope, cos_sin, rope_from_hf, rope_table, rotation
+from kvjax.types import Family, Params, ParamSpec, Rotation
 
 _YARN = {
     "rope_type": "yarn",
@@ -153,6 +153,11 @@ def _experts(config: GptOssConfig, experts: Params, rows: jax.Array, dot: Callab
     return dot(hidden, experts["down"]) + pick(experts["down_bias"])
 
 
+def rotations(config: GptOssConfig) -> tuple[Rotation | None, ...]:
+    """Of each layer."""
+    return (rotation(config.rope, config.context),) * len(config.windows)
+
+
 GPT_OSS = Family(
     name="gpt_oss",
     architectures=("GptOssForCausalLM",),
@@ -162,4 +167,5 @@ GPT_OSS = Family(
     forward=forward,
     unembed=decoder.unembed,
     gguf=GPT_OSS_GGUF,
+    rotations=rotations,
 )

@@ -24,8 +24,8 @@ from kvjax.models.layers import (
 )
 from kvjax.models.layers import unembed as logits_of
 from kvjax.models.moe import Routing
-from kvjax.models.positions import Rope, apply_rope, cos_sin, rope_from_hf, rope_table
-from kvjax.types import Family, Params, ParamSpec
+from kvjax.models.positions import Rope, apply_rope, cos_sin, rope_from_hf, rope_table, rotation
+from kvjax.types import Family, Params, ParamSpec, Rotation
 
 QWEN2, QWEN3, QWEN3_MOE = "Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM"
 MISTRAL, MIXTRAL, PHI3, SMOLLM3 = "MistralForCausalLM", "MixtralForCausalLM", "Phi3ForCausalLM", "SmolLM3ForCausalLM"
@@ -274,6 +274,12 @@ def _feed_forward(config: LlamaConfig, p: Params, h: jax.Array) -> jax.Array:
     return moe.mixture(h, weights, expert, p["experts"], moe.swiglu_experts)
 
 
+def rotations(config: LlamaConfig) -> tuple[Rotation | None, ...]:
+    """Of each layer."""
+    turned = rotation(config.rope, config.context)
+    return tuple(turned if rotates else None for rotates in config.rotary)
+
+
 LLAMA = Family(
     name="llama",
     architectures=ARCHITECTURES,
@@ -283,4 +289,5 @@ LLAMA = Family(
     forward=forward,
     unembed=decoder.unembed,
     gguf=LLAMA_GGUF,
+    rotations=rotations,
 )

@@ -74,4 +74,5 @@ MPT = Family(
     unembed=decoder.unembed,
     gguf=gguf_gpt.mpt(NAMES),
     prefix="transformer.",
+    rotations=gpt.rotations,
 )

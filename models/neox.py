@@ -63,4 +63,5 @@ NEOX = Family(
     unembed=decoder.unembed,
     gguf=gguf_gpt.neox(NAMES),
     prefix="gpt_neox.",
+    rotations=gpt.rotations,
 )

@@ -66,4 +66,5 @@ OPT = Family(
     forward=gpt.forward,
     unembed=decoder.unembed,
     prefix="model.",
+    rotations=gpt.rotations,
 )

@@ -24,6 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax.errors import ModelError
+from kvjax.types import Rotation
 
 BASE = 256
 """Positions are written in this base; a table holds one angle per digit value."""
@@ -189,6 +190,12 @@ def _attention_factor(rope: Rope) -> float:
     if rope.mscale and rope.mscale_all_dim:
         return (0.1 * rope.mscale * stretch + 1) / (0.1 * rope.mscale_all_dim * stretch + 1)
     return 0.1 * stretch + 1
+
+
+def rotation(rope: Rope, length: int, interleaved: bool = False, first: int = 0) -> Rotation:
+    """The same as `kvjax.types.Rotation`, for what turns queries and keys once more; as `apply_rope` has them."""
+    frequencies, factor = inverse_frequencies(rope, length)
+    return Rotation(tuple(frequencies.tolist()), factor, interleaved, first)
 
 
 # --- config.json --------------------------------------------------------------------------------------------------

@@ -64,4 +64,5 @@ XGLM = Family(
     forward=gpt.forward,
     unembed=decoder.unembed,
     prefix="model.",
+    rotations=gpt.rotations,
 )

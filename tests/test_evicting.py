@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import random
 from collections.abc import Sequence
 from typing import Any
@@ -14,14 +15,19 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from engines import tiny
+from test_families import model_of
 
+from kvjax import cache as kv_cache
 from kvjax import job, plans, snapshots
-from kvjax.cache import LEDGER
-from kvjax.errors import RequestError, UserError
-from kvjax.evicting import NEVER, Eviction
-from kvjax.eviction import Budget, Policy, Rows, adakv, named, pyramid, select
+from kvjax.cache import LEDGER, CacheConfig
+from kvjax.errors import ModelError, RequestError, UserError
+from kvjax.evicting import NEVER, Eviction, claims
+from kvjax.eviction import Budget, Moments, Policy, Rows, adakv, named, pyramid, scores, select
+from kvjax.eviction_options import eviction_of
+from kvjax.models.positions import Rope, apply_rope, cos_sin, inverse_frequencies, rope_table, rotation
 from kvjax.plans import Model, Options
 from kvjax.sampling_params import SamplingParams
+from kvjax.types import KVSpec
 
 R = 4
 
@@ -44,6 +50,8 @@ class Plain:
     def __init__(self, model: Model):
         self.model = model
         self.rows: dict[tuple[int, int], dict[str, np.ndarray]] = {}
+        self.queries: dict[int, list[np.ndarray]] = {}
+        """Of each layer, (N, H) of those whose moments count, without RoPE."""
         self.computed = 0
 
     def compute(self, tokens: Sequence[int], watched: Sequence[bool]) -> np.ndarray:
@@ -61,8 +69,24 @@ class Plain:
         self.computed += len(tokens)
         return np.asarray(model.family.unembed(model.params, model.config, hidden[-1:]))[0]
 
+    def _turned(self, layer: int, x: np.ndarray, positions: np.ndarray) -> np.ndarray:
+        """x (S, …, H) with RoPE for so many positions more, in complex float64."""
+        config = self.model.config
+        if not config.rotary[layer]:
+            return x
+        frequencies, _ = inverse_frequencies(config.rope, config.context)
+        n = len(frequencies)
+        pairs = x[..., :n].astype(np.float64) + 1j * x[..., n : 2 * n]
+        pairs *= np.exp(1j * np.multiply.outer(positions, frequencies)).reshape(len(x), *[1] * (x.ndim - 2), n)
+        return np.concatenate([pairs.real, pairs.imag, x[..., 2 * n :]], axis=-1)
+
     def _attend(self, layer, q, k, v, scale, watched):
         (T, N, H), K = q.shape, k.shape[1]
+        what = self.model.eviction
+        by_place = what is not None and what.policy.positions == "slot"
+        own = self.computed + np.arange(T)
+        if what is not None and what.policy.moments:
+            self.queries.setdefault(layer, []).extend(self._turned(layer, q, -own)[watched])
         out = np.zeros((T, N, v.shape[2]))
         for head in range(K):
             old = self.rows.setdefault((layer, head), {
@@ -74,9 +98,14 @@ class Plain:
             new = {"k": k[:, head], "v": v[:, head], "positions": self.computed + np.arange(T), "weights": zeros,
                    "seen": zeros.astype(np.int32)}  # fmt: skip
             rows = {name: np.concatenate([old[name], new[name]]) for name in old}
+            keys, queries = rows["k"], q
+            if by_place:  # without RoPE first, then with the place's, as the authors cache keys and number them
+                place = np.arange(held + T)
+                keys = self._turned(layer, self._turned(layer, keys, -rows["positions"]), place)
+                queries = self._turned(layer, self._turned(layer, q, -own), place[held:])
             causal = np.arange(held + T)[None, :] <= held + np.arange(T)[:, None]
             for n in range(head * N // K, (head + 1) * N // K):
-                scores = np.where(causal, q[:, n].astype(np.float64) @ rows["k"].T.astype(np.float64) * scale, -np.inf)
+                scores = np.where(causal, queries[:, n].astype(np.float64) @ keys.T.astype(np.float64) * scale, -np.inf)
                 p = np.exp(scores - scores.max(axis=1, keepdims=True))
                 p /= p.sum(axis=1, keepdims=True)
                 out[:, n] = p @ rows["v"]
@@ -85,14 +114,28 @@ class Plain:
             self.rows[layer, head] = rows
         return out
 
+    def _expecting(self, layer: int) -> tuple[Policy, Moments]:
+        """The policy with what a layer turns by, and the moments of its queries, in float64."""
+        config, policy = self.model.config, self.model.eviction.policy  # type: ignore[union-attr]
+        frequencies = tuple(inverse_frequencies(config.rope, config.context)[0].tolist())
+        score: Any = policy.score
+        score = dataclasses.replace(score, frequencies=frequencies if config.rotary[layer] else (0.0,))
+        q = np.stack(self.queries[layer])
+        mean = q.mean(axis=0)
+        scatter = np.einsum("tni,tnj->nij", q - mean, q - mean)
+        moments = Moments(jnp.int32(len(q)), jnp.asarray(mean, jnp.float32), jnp.asarray(scatter, jnp.float32))
+        return dataclasses.replace(policy, score=score), moments
+
     def evict(self) -> None:
         what = self.model.eviction
         assert what is not None
         layers = max(layer for layer, _ in self.rows) + 1
         heads = len(self.rows) // layers
-        counts = np.full(layers, int(what.budget.count(self.computed)))
+        now = jnp.int32(self.computed)
+        counts = np.full(layers, int(what.kept(now)))
         if what.layers == "pyramid":
-            counts = np.asarray(pyramid(what.budget, self.computed, layers, max(what.policy.recent, 1)))
+            window = max(what.policy.recent, what.least, 1)
+            counts = np.asarray(what.at_least(pyramid(what.budget, self.computed, layers, window), now))
         for layer in range(layers):
             mine = [self.rows[layer, head] for head in range(heads)]
 
@@ -103,10 +146,16 @@ class Plain:
             lengths = jnp.asarray([len(rows["k"]) for rows in mine], jnp.int32)
             seen = Rows(padded("k"), padded("v"), lengths, padded("positions"), jnp.int32(self.computed),
                         padded("weights"), padded("seen"))  # fmt: skip
+            policy = what.policy
+            if policy.moments:
+                policy, moments = self._expecting(layer)
+                seen = seen.replace(moments=moments)
             count = jnp.int32(counts[layer])
+            if policy.whole:
+                count = jnp.where(jnp.asarray(policy.whole[layer]), lengths, count)
             if what.heads == "adakv":
-                count = divided(what.policy, seen, count)
-            kept, count = map(np.asarray, selected(what.policy, seen, count))
+                count = divided(policy, seen, count)
+            kept, count = map(np.asarray, selected(policy, seen, count))
             for head, rows in enumerate(mine):
                 places = kept[head, : count[head]]
                 rows |= {name: x[places] for name, x in rows.items()}
@@ -128,6 +177,8 @@ def expected(model: Model, prompt: Sequence[int], new: int, context: int | None 
         last = 1 if watch == "last" else watch if isinstance(watch, int) else 0
         positions = range(plain.computed, stop)
         watched = [watch == "all" or cut - last <= i < cut for i in positions]
+        if what.policy.moments:
+            watched = [what.policy.sinks <= i < (context or len(prompt)) for i in positions]
         logits = plain.compute(tokens[plain.computed : stop], watched)
         if plain.computed == len(tokens):
             tokens.append(int(logits.argmax()))
@@ -139,20 +190,27 @@ def expected(model: Model, prompt: Sequence[int], new: int, context: int | None 
 
 PROMPTS = [[(7 * i * i + 3 * seed) % 60 + 1 for i in range(count)] for seed, count in enumerate((23, 9, 31, 16, 5))]
 SOME = SamplingParams(max_new_tokens=12)
+RETRIEVAL = ((True, False), (False, False), (False, True))
+"""Heads of tiny_llama that keep every row."""
 CASES: dict[str, tuple[Policy, dict[str, Any]]] = {
     "streaming": (named("streaming", sinks=2), {"rows": 9, "every": 3}),
+    "by slot": (named("streaming", sinks=2, positions="slot"), {"rows": 9, "every": 3}),
+    "by slot, few": (named("streaming", sinks=4, positions="slot"), {"share": 0.3, "every": 4, "layers": "pyramid"}),
     "knorm": (named("knorm", sinks=1, recent=2), {"share": 0.4, "every": 5}),
     "h2o, pyramid": (named("h2o", recent=1), {"share": 0.5, "layers": "pyramid", "every": 6}),
     "tova": (named("tova"), {"rows": 8, "every": 1}),
     "observed": (named("observed"), {"share": 0.5, "every": 8}),
+    "expected": (named("expected_attention", sinks=2, future=64), {"share": 0.5, "every": 5}),
+    "expected, adakv": (named("expected_attention", covariance=False), {"rows": 9, "heads": "adakv", "every": 7}),
+    "duo": (named("duo", heads=RETRIEVAL, sinks=2, recent=5, within=6), {"rows": 7, "every": 3}),
     "snapkv, adakv": (named("snapkv", window=4), {"share": 0.5, "heads": "adakv"}),
 }
 """A policy of each kind: what it watches, when it evicts, and how its budget is divided."""
+SLOW = ("tova", "observed", "knorm", "by slot, few", "expected, adakv")
 
 
 @pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=[pytest.mark.slow] if name in ("tova", "observed", "knorm") else []) for name in CASES],
+    "name", [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in CASES]
 )
 def test_tokens_are_those_of_plain_arrays(name):
     """Several prompts at once, in slots that others had before, with chunks that end anywhere."""
@@ -160,6 +218,79 @@ def test_tokens_are_those_of_plain_arrays(name):
     model = evicting(policy, **options)
     found = engines.tokens(model, PROMPTS, SOME, rows=R, slots=2, packed=16)
     assert found == [expected(model, prompt, 12) for prompt in PROMPTS]
+    if policy.positions == "slot":
+        kept = dataclasses.replace(policy, positions="token")
+        assert found != [expected(evicting(kept, **options), prompt, 12) for prompt in PROMPTS]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["deepseek_v2_lite", "gpt_oss", "gpt2"])
+def test_places_as_positions_in_other_families(name):
+    """Latents whose queries are rotated behind dims that are not; logits that join each denominator; no RoPE at all.
+
+    Streaming over a budget that is never spent changes nothing; positions of a model without RoPE stay.
+    """
+    model = model_of(name)
+
+    def found(policy: Policy, rows: int) -> list[list[int]]:
+        what = Eviction(policy, Budget(rows=rows), every=3)
+        return engines.tokens(dataclasses.replace(model, eviction=what), PROMPTS, SOME, rows=R, slots=2, packed=16)
+
+    by_slot, kept = (named("streaming", sinks=2, positions=positions) for positions in ("slot", "token"))
+    assert found(by_slot, MOST) == engines.tokens(model, PROMPTS, SOME, rows=R, slots=2, packed=16)
+    assert (found(by_slot, 9) == found(kept, 9)) == (name == "gpt2")
+
+
+def test_layers_without_rope_expect_queries_as_they_are():
+    """SmolLM3 leaves RoPE out in some layers, which share pages with the others."""
+    what = Eviction(named("expected_attention", sinks=1, future=16), Budget(share=0.4), every=5)
+    model = dataclasses.replace(model_of("smollm3"), eviction=what)
+    assert len(set(model.config.rotary)) == 2
+    found = engines.tokens(model, PROMPTS, SOME, rows=R, slots=2, packed=16)
+    assert found == [expected(model, prompt, 12) for prompt in PROMPTS]
+
+
+def test_rows_left_by_expected_attention_are_those_of_kvpress():
+    """The golden model's queries, keys and values through the cache, in two chunks; a slot beside it has another
+    prompt. Then the same slots again, with half the prompt first."""
+    golden = np.load(engines.GOLDENS / "eviction.npz")
+    L, N, S, H = golden["queries"].shape
+    rope = Rope("default", 10_000.0, H)
+    turned = rotation(rope, S)
+    what = Eviction(named("expected_attention"), Budget(share=0.5), rotations=(turned,) * L)
+    spec = KVSpec(golden["keys"].shape[1], H, H, storage="float32")
+    config = CacheConfig((spec,) * L, 2, 8, 16, eviction=what, query_heads=N)
+    angles = cos_sin(rope_table(rope, S), jnp.arange(S))
+    cache, now = kv_cache.init(config), jnp.int32(0)
+
+    @functools.partial(jax.jit, static_argnames=("start", "stop", "ends"))
+    def computed(cache, start, stop, ends):
+        """Tokens start … stop of slot 1, as many of slot 0 whose queries and keys are twice as large."""
+        T = stop - start
+        tokens = jnp.asarray([T, T], jnp.int32)
+        cache = kv_cache.reserve(config, cache, None, tokens, now, now, jnp.bool_(False), 2 * T).cache
+        slots, positions = jnp.repeat(jnp.arange(2), T), jnp.tile(jnp.arange(start, stop), 2)
+        starts = jnp.asarray([0, T, 2 * T], jnp.int32)
+        context = jnp.asarray([S, S], jnp.int32)
+        placement = kv_cache.Placement(slots, positions, starts, T, cuts=context, context=context)
+        for layer in range(L):
+            q = apply_rope(jnp.asarray(golden["queries"][layer]).swapaxes(0, 1), *angles)
+            k, v = (jnp.asarray(golden[name][layer]).swapaxes(0, 1) for name in ("keys", "values"))
+            q, k, v = (jnp.concatenate([x[start:stop] * 2, x[start:stop]]) for x in (q, k, v))
+            cache, _ = kv_cache.attend(config, placement, cache, layer, q, k, v, H**-0.5)
+        return kv_cache.evict(config, cache, jnp.asarray([ends, ends]), context, now) if ends else cache
+
+    for cut in (30, 44):
+        cache = computed(computed(cache, 0, cut, False), cut, S, True)
+        (heads,) = cache.by_head
+        for layer in range(L):
+            want = golden[f"expected_attention/0.5/{layer}"]
+            assert heads.table.lengths[layer, 1].tolist() == [want.shape[1]] * spec.kv_heads
+            for head in range(spec.kv_heads):
+                left = heads.kv.positions[heads.table.pages[layer, 1, head]].reshape(-1)[: want.shape[1]]
+                np.testing.assert_array_equal(left, want[head])
+        everyone = jnp.asarray([True, True])
+        cache = kv_cache.release(config, cache, None, everyone, now, now, lambda slot, column: slot)[0]
 
 
 # --- pages ------------------------------------------------------------------------------------------------------
@@ -219,6 +350,68 @@ def test_a_prompt_gives_back_pages_when_it_is_compressed():
     assert used[0] == 4 * heads
     assert used[-1] == 0
     assert found == [expected(model, prompt, 4)]
+
+
+def test_pages_of_streaming_heads_return_while_retrieval_heads_keep_theirs():
+    """32 tokens, pages of 4: 2 retrieval heads hold all, 4 streaming heads 7 rows, and 8 more in between."""
+    policy = named("duo", heads=RETRIEVAL, sinks=2, recent=5, within=8)
+    model = evicting(policy, rows=7, every=3)
+    prompt = [i % 50 + 1 for i in range(32)]
+    found, used = stepwise(model, [prompt], SamplingParams(max_new_tokens=4), packed=32)
+    assert used[:4] == [2 * 2 + 4 * 2, 2 * 4 + 4 * 2, 2 * 6 + 4 * 2, 2 * 8 + 4 * 2]
+    assert max(used) == 2 * 9 + 4 * 3 and used[-1] == 0
+    assert found == [expected(model, prompt, 4)]
+    config = plans.cache_config(model, 2, 64, Options(rows=R, slots=2), 32)
+    most = claims(config, config.specs[0], *(jnp.asarray([x], jnp.int32) for x in (32, 36, 0)))
+    assert most.tolist() == [2 * 9 + 4 * (4 + 1)]
+    whole = dataclasses.replace(policy, whole=((True, True),) * 3)
+    assert stepwise(evicting(whole, rows=7), PROMPTS[:2], SOME)[0] == engines.tokens(
+        tiny("tiny_llama"), PROMPTS[:2], SOME
+    )
+
+
+def test_a_file_says_which_heads_retrieve(tmp_path):
+    table = tmp_path / "lr=0.02-heads.tsv"
+    table.write_text("6.05e-01\t0.0e+00\n2.49e-02\t0.0\n0.4999\t5.0e-01\n")
+    lists = tmp_path / "heads.json"
+    lists.write_text("[[1, 0.2], [false, 0], [0.1, true]]")
+    for path in (table, lists):
+        found = eviction_of(f"duo:heads={path},sinks=2,recent=5,within=6", None, 3)
+        assert found == Eviction(CASES["duo"][0], Budget(rows=7), every=3)
+    found = eviction_of(f"duo:heads={table}", None)
+    assert found is not None and (found.budget.rows, found.policy.sinks, found.policy.recent) == (384, 128, 256)
+    strict = eviction_of(f"duo:heads={table},threshold=0.6", None)
+    assert strict is not None and strict.policy.whole == ((True, False), (False, False), (False, False))
+
+
+@pytest.mark.parametrize(
+    "text, options, keep, said",
+    [
+        ("1\t0\n1\n", "", None, "'.*heads.tsv' is not a table of heads: one list, or line, for each layer"),
+        ("", "", None, "is not a table of heads"),
+        ("1\tx\n", "", None, "is not a table of heads"),
+        ("1\tnan\n", "", None, "is not a table of heads"),
+        (None, "", None, "cannot be read from '.*heads.tsv'"),
+        ("1\t0\n", ",threshold=high", None, "threshold='high', but a number such as 0.5"),
+        ("1\t0\n", ",sinks=-1", None, "sinks is -1"),
+        ("1\t0\n", ",within=0", None, "within is 0"),
+        ("1\t0\n", "", 0.5, "keep is 0.5, but duo says what heads keep"),
+        ("1\t0\n", "+adakv", None, "'duo' says what each head keeps: leave out"),
+    ],
+)
+def test_bad_heads_are_named(tmp_path, text, options, keep, said):
+    path = tmp_path / "heads.tsv"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(ModelError, match=said):
+        eviction_of(f"duo:heads={path}{options}", keep)
+
+
+def test_heads_are_those_of_the_model():
+    with pytest.raises(ModelError, match="are 1 layers of 2, the model's 3 layers of 2: give those of this model"):
+        _ = evicting(named("duo", heads=[(True, False)]), rows=7).own_eviction
+    with pytest.raises(ModelError, match="needs the option 'heads'"):
+        eviction_of("duo", None)
 
 
 def test_a_long_output_stays_within_its_budget():
@@ -290,10 +483,22 @@ def test_says_what_it_cannot_do():
         ({"every": 0}, "every 0 tokens"),
         ({"layers": "cone"}, "layers are 'cone'"),
         ({"policy": named("streaming"), "heads": "adakv"}, "keeps the same rows in all"),
-        ({"policy": named("expected_attention", frequencies=(1.0,))}, "moments of queries"),
     ):
         with pytest.raises(UserError, match=said):
             Eviction(**{"policy": named("knorm"), "budget": Budget(rows=8), **wrong})  # type: ignore[arg-type]
+    slots = named("streaming", positions="slot")
+    for wrong, said in (
+        ({"policy": dataclasses.replace(slots, score=scores.weights)}, "has positions='slot', which only sinks"),
+        ({"policy": slots, "budget": Budget(rows=4)}, "give keep=5 or more"),
+    ):
+        with pytest.raises(UserError, match=said):
+            Eviction(**{"budget": Budget(rows=8), **wrong})  # type: ignore[arg-type]
+    unknown = evicting(slots, rows=8)
+    with pytest.raises(ModelError, match="how llama models turn them is not known"):
+        _ = dataclasses.replace(unknown, family=unknown.family._replace(rotations=None)).own_eviction
+    gpu = Options(backend="gpu", layout="token_major", rows=64)
+    with pytest.raises(RequestError, match="do not read parts of a sequence"):
+        plans.cache_config(evicting(slots, rows=8), 2, 64, gpu, 16)
     model = evicting(named("knorm"), rows=8)
     with pytest.raises(RequestError, match=r"^Beams and embeddings do not evict"):
         plans.cache_config(model, 2, 64, Options())

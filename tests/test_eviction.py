@@ -194,7 +194,8 @@ def test_rows_left_while_decoding_are_those_of_the_authors(name, policy):
 # --- properties -----------------------------------------------------------------------------------------------------
 
 CAPACITY, HEADS, DIMS = 24, 2, 4
-EVERY = {name: eviction.named(name) for name in eviction.POLICIES if name != "expected_attention"} | {
+EVERY = {name: eviction.named(name) for name in eviction.POLICIES if name not in ("expected_attention", "duo")} | {
+    "duo": eviction.named("duo", heads=[], sinks=2, recent=3),
     "snapkv": eviction.named("snapkv", window=3),
     "expected_attention": eviction.named("expected_attention", frequencies=(1.0, 0.1)),
     "own": Policy("own", lambda rows: -rows.keys[:, :, 0], sinks=1, recent=2),
@@ -405,7 +406,7 @@ def test_mean_rotation_is_the_mean(start):
 
 def test_same_options_are_the_same_policy():
     for name in eviction.POLICIES:
-        options = {"frequencies": FREQUENCIES} if name == "expected_attention" else {}
+        options = {"heads": [(True, False)]} if name == "duo" else {}
         one, two = eviction.named(name, **options), eviction.named(name, **options)
         assert one == two and hash(one) == hash(two) and one.name == name
     assert eviction.named("snapkv", window=32) != eviction.named("snapkv")
@@ -417,7 +418,6 @@ def test_same_options_are_the_same_policy():
         (lambda: eviction.named("lru"), "'lru' is not one of none, truncate"),
         (lambda: eviction.named("snapkv", windw=3), "no option 'windw': its options are window, kernel, pool"),
         (lambda: eviction.named("window", size=3), "no option 'size': it has none"),
-        (lambda: eviction.named("expected_attention"), "needs the option 'frequencies'"),
         (lambda: eviction.named("expected_attention", frequencies=()), "needs the frequencies"),
         (lambda: eviction.named("expected_attention", frequencies=(1.0,), future=0), "future=0"),
         (lambda: eviction.named("snapkv", kernel=4), "kernel is 4"),
@@ -426,6 +426,7 @@ def test_same_options_are_the_same_policy():
         (lambda: eviction.named("streaming", sinks=-1), "sinks is -1"),
         (lambda: eviction.named("h2o", recent_share=1.5), "recent_share is 1.5"),
         (lambda: Policy("mine", None, watch="some"), "watch is 'some'"),
+        (lambda: eviction.named("streaming", positions="cache"), "positions is 'cache', 'token' or 'slot' is needed"),
         (lambda: Budget(), "give one of rows and share"),
         (lambda: Budget(rows=1, share=0.5), "give one of rows and share"),
         (lambda: Budget(rows=0), "rows=0"),
@@ -459,6 +460,8 @@ def test_misuse_is_named():
     rows = random_rows(0, (5, 5))
     with pytest.raises(ValueError, match="one count for all"):
         eviction.select(EVERY["tova"], rows, jnp.asarray([2, 2]))
+    with pytest.raises(ValueError, match="Expected attention has no frequencies"):
+        eviction.select(eviction.named("expected_attention"), rows, jnp.int32(2))
     with pytest.raises(ValueError, match="never evicts"):
         eviction.scored(EVERY["none"], rows)
     flat = dataclasses.replace(EVERY["own"], score=lambda rows: rows.keys[0, :, 0])

@@ -12,6 +12,7 @@ from kvjax.eviction.rows import Rows
 
 Score = Callable[[Rows], jax.Array]
 WATCH = ("none", "all", "last")
+POSITIONS = ("token", "slot")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,6 +33,11 @@ class Policy:
       together: all kv heads of a layer keep the same rows: their scores are averaged. Lengths must be equal.
       decode: whether its scores still mean something for rows that decode steps wrote, so that it can evict between
         them; otherwise it compresses the prompt, once.
+      positions: what attention takes for a row's position: "token", its token's in the sequence; or "slot", its place
+        among the rows that are left, for a policy that keeps the first `sinks` rows and the newest.
+      whole: of each layer, which kv heads keep every row whatever the budget; empty where none does. What a budget
+        counts are the others. `select`, which sees one layer, is not concerned.
+      within: tokens of a prompt after which rows go before its end, or None to keep them to its end.
 
     Raises:
       UserError: a field is out of range.
@@ -46,6 +52,9 @@ class Policy:
     moments: bool = False
     together: bool = False
     decode: bool = True
+    positions: str = "token"
+    whole: tuple[tuple[bool, ...], ...] = ()
+    within: int | None = None
 
     def __post_init__(self) -> None:
         named = isinstance(self.watch, str) and self.watch in WATCH
@@ -55,6 +64,10 @@ class Policy:
         for field in ("sinks", "recent"):
             if not is_count(getattr(self, field), 0):
                 raise self._wrong(field, getattr(self, field), "a number of rows, 0 or more, is needed")
+        if self.within is not None and not is_count(self.within, 1):
+            raise self._wrong("within", self.within, "a number of tokens from 1, or None, is needed")
+        if self.positions not in POSITIONS:
+            raise self._wrong("positions", self.positions, f"{' or '.join(map(repr, POSITIONS))} is needed")
         if not 0 <= self.recent_share <= 1:
             raise self._wrong("recent_share", self.recent_share, "a share of the budget, from 0 to 1, is needed")
 

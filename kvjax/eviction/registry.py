@@ -8,6 +8,7 @@ from typing import Any
 
 from kvjax.errors import UserError
 from kvjax.eviction import scores
+from kvjax.eviction.duo import retrieval_heads
 from kvjax.eviction.policy import Policy
 
 
@@ -26,9 +27,24 @@ def window() -> Policy:
     return Policy("window", scores.newest, together=True)
 
 
-def streaming(sinks: int = 4) -> Policy:
-    """The first `sinks` rows and the newest (StreamingLLM, 2309.17453)."""
-    return Policy("streaming", scores.newest, sinks=sinks, together=True)
+def streaming(sinks: int = 4, positions: str = "token") -> Policy:
+    """The first `sinks` rows and the newest (StreamingLLM, 2309.17453). The authors number rows as `positions="slot"`
+    does, by their place in the cache."""
+    return Policy("streaming", scores.newest, sinks=sinks, together=True, positions=positions)
+
+
+def duo(
+    heads: str | Sequence[Sequence[bool]],
+    sinks: int = 128,
+    recent: int = 256,
+    threshold: float = 0.5,
+    within: int | None = 1024,
+) -> Policy:
+    """The first `sinks` rows and `recent` newest in streaming heads, everything in retrieval heads (DuoAttention,
+    2410.10819). `heads` says which are which: a file for `retrieval_heads`, or of each layer, for each kv head, whether
+    it is a retrieval head."""
+    whole = retrieval_heads(heads, threshold) if isinstance(heads, str) else tuple(tuple(line) for line in heads)
+    return Policy("duo", scores.newest, sinks=sinks, recent=recent, whole=whole, within=within)
 
 
 def h2o(recent_share: float = 0.5, recent: int = 0) -> Policy:
@@ -63,16 +79,19 @@ def keydiff(sinks: int = 0, recent: int = 0) -> Policy:
     return Policy("keydiff", scores.different_keys, sinks, recent)
 
 
-def expected_attention(frequencies: Sequence[float], sinks: int = 4, recent: int = 0, **options: Any) -> Policy:
+def expected_attention(
+    frequencies: Sequence[float] | None = None, sinks: int = 4, recent: int = 0, **options: Any
+) -> Policy:
     """By the attention to be expected of queries to come (2510.00636); options of `scores.ExpectedAttention`."""
-    score = scores.ExpectedAttention(tuple(float(f) for f in frequencies), sinks=sinks, **options)
+    turned = None if frequencies is None else tuple(float(f) for f in frequencies)
+    score = scores.ExpectedAttention(turned, sinks=sinks, **options)
     return Policy("expected_attention", score, sinks, recent, moments=True)
 
 
 POLICIES: dict[str, Callable[..., Policy]] = {
     made.__name__: made
     for made in (
-        *(none, truncate, window, streaming),
+        *(none, truncate, window, streaming, duo),
         *(h2o, tova, snapkv, observed),
         *(knorm, keydiff, expected_attention),
     )

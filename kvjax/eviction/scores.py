@@ -98,7 +98,7 @@ class ExpectedAttention:
     but the sinks, which stay anyway; the mean over the query heads of the group; times ‖v‖.
 
     Attributes:
-      frequencies: RoPE's, see `kvjax.eviction.rotation`.
+      frequencies: RoPE's, see `kvjax.eviction.rotation`; None for those of the model that the engine runs.
       factor: RoPE's factor on cos and sin.
       interleaved: whether RoPE's pairs are (2i, 2i + 1).
       sinks: first rows left out.
@@ -109,10 +109,10 @@ class ExpectedAttention:
       scale: of the softmax; None is H^−½.
 
     Raises:
-      UserError: frequencies are missing, or future is not a number of positions.
+      UserError: frequencies are empty, or future is not a number of positions.
     """
 
-    frequencies: Frequencies
+    frequencies: Frequencies | None = None
     factor: float = 1.0
     interleaved: bool = False
     sinks: int = 4
@@ -123,7 +123,7 @@ class ExpectedAttention:
     scale: float | None = None
 
     def __post_init__(self) -> None:
-        if not self.frequencies:
+        if self.frequencies == ():
             raise UserError("Expected attention needs the frequencies of the model's RoPE.")
         if not is_count(self.future, 1):
             raise UserError(f"Expected attention looks at future={self.future!r} positions, but at least 1 is needed.")
@@ -149,6 +149,8 @@ class ExpectedAttention:
     def _ahead(self, rows: Rows) -> tuple[jax.Array, jax.Array]:
         """Mean (N, H) and covariance (N, H, H) of the queries, turned as the positions to come will turn them."""
         assert rows.moments is not None
+        if self.frequencies is None:
+            raise ValueError("Expected attention has no frequencies: outside of the engine, give those of the model.")
         cos, sin = (x * self.factor for x in mean_rotation(self.frequencies, rows.next, self.future))
 
         def turn(x: jax.Array) -> jax.Array:
