@@ -584,11 +584,20 @@ def _written(
         kv.k[0], kv.v[0] if kv.v else None, by_head(k)[:, None], None if v is None else by_head(v)[:, None], page, row,
         config.layout, slots=K * B, max_query=placement.max_query, backend=backend,
     )  # fmt: skip
-    noted: dict[str, Any] = {}
+    # What is noted of rows is written by whole pages, which XLA does in place on a TPU, too; row by row it would copy
+    # all of it. So of a slot's tokens in one page the first writes for all that follow, and those to come.
+    place_in_page, position = row[:, None], jnp.tile(placement.positions, K)[:, None]
+    step = jnp.arange(R, dtype=jnp.int32)[None, :] - place_in_page
+    opens = (row == 0) | jnp.tile(placement.row_starts[slot] == jnp.arange(T, dtype=jnp.int32), K)
+    target = jnp.where(opens, page, P)
+
+    def begun(x: jax.Array, new: jax.Array) -> jax.Array:
+        return x.at[target].set(jnp.where(step >= 0, new, x.at[page].get(mode="clip")), mode="drop")
+
+    noted: dict[str, Any] = {"positions": begun(kv.positions, position + step)}
     if kv.weights is not None and kv.seen is not None:  # a row begins anew
-        noted = {name: getattr(kv, name).at[page, row].set(0, mode="drop") for name in ("weights", "seen")}
-    positions = kv.positions.at[page, row].set(jnp.tile(placement.positions, K), mode="drop")
-    return kv.replace(k=(new_k,), v=() if new_v is None else (new_v,), scales=scales, positions=positions, **noted)
+        noted |= {"weights": begun(kv.weights, jnp.float32(0)), "seen": begun(kv.seen, jnp.int32(0))}
+    return kv.replace(k=(new_k,), v=() if new_v is None else (new_v,), scales=scales, **noted)
 
 
 # --- eviction -----------------------------------------------------------------------------------------------

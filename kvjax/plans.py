@@ -273,11 +273,13 @@ def rows_of(model: Model, options: Options) -> int:
 
 
 def _rows(model: Model, options: Options, backend: str) -> int:
-    """64, but of codes 128 for the TPU's kernels, which apply scales to so many rows at once, and 16 where rows are
-    evicted and each head rounds up to pages of its own."""
+    """64, and 16 where rows are evicted and each head rounds up to pages of its own. But 128 for the TPU's kernels over
+    codes, whose scales they apply to so many rows at once, and where rows are evicted: what is noted of a page's rows
+    takes 128 lanes there, however many they are."""
     if options.rows is not None:
         return options.rows
-    if backend.startswith("tpu") and storages.parse(model.storage).dtype.itemsize == 1:
+    codes = storages.parse(model.storage).dtype.itemsize == 1
+    if backend.startswith("tpu") and (codes or model.eviction is not None):
         return 128
     return 64 if model.eviction is None else 16
 

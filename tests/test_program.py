@@ -16,13 +16,15 @@ from test_families import model_of
 from kvjax import engine
 from kvjax import state as engine_state
 from kvjax.cache import CacheConfig
+from kvjax.evicting import Eviction
+from kvjax.eviction import Budget, named
 from kvjax.models import family_of, moe
 from kvjax.state import Program
 from kvjax.stops import no_stops
 
 
-def program_and_state(family, config, storage, slots, rows, pages, stacked, layout="head_major", pool=None):
-    cache = CacheConfig(family.kv_specs(config, storage), slots, rows, pages, pool, stacked, layout)
+def program_and_state(family, config, storage, slots, rows, pages, stacked, layout="head_major", pool=None, **over):
+    cache = CacheConfig(family.kv_specs(config, storage), slots, rows, pages, pool, stacked, layout, **over)
     backend = "tpu" if layout == "joined" else "xla"
     dtype = storage if storage in ("float32", "bfloat16") else "bfloat16"
     program = Program(family.forward, family.unembed, config, config.width, dtype, cache, backend=backend)
@@ -193,8 +195,8 @@ LLAMA_3_8B = SMALL_LLAMA_3 | {"hidden_size": 4096, "intermediate_size": 14336, "
 TOPOLOGIES = {"v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2", "tpu7x": "tpu7x:2x2x1"}
 
 
-def kernel_loop(name, fields, storage, pool, stacked=True):
-    """The loop with the TPU's kernels, over one chip: 64 slots of 8,192 tokens, in a pool of so many pages."""
+def kernel_loop(name, fields, storage, pool, stacked=True, slots=64, **over):
+    """The loop with the TPU's kernels, over one chip: slots of 8,192 tokens, in a pool of so many pages."""
     family = family_of(fields)
     config = family.config(fields, None)
     params = jax.tree.map(lambda spec: jax.ShapeDtypeStruct(spec.shape, jnp.bfloat16), family.abstract(config))
@@ -202,7 +204,7 @@ def kernel_loop(name, fields, storage, pool, stacked=True):
         layers = [jax.tree.leaves(layer) for layer in params["layers"]]
         stack = [jax.ShapeDtypeStruct((len(layers), *leaf.shape), leaf.dtype) for leaf in layers[0]]
         params["layers"] = jax.tree.unflatten(jax.tree.structure(params["layers"][0]), stack)
-    program, state = program_and_state(family, config, storage, 64, 128, 64, stacked, "joined", pool)
+    program, state = program_and_state(family, config, storage, slots, 128, 64, stacked, "joined", pool, **over)
     place = SingleDeviceSharding(
         topologies.get_topology_desc(platform="tpu", topology_name=TOPOLOGIES[name]).devices[0]
     )
@@ -222,6 +224,25 @@ KERNEL_LOOPS = {
     "layers apart on a v5e": ("v5e", SMALL_LLAMA_3, "bfloat16", 1024, False),
     "heads of 64 on a 7x": ("tpu7x", SMALL_LLAMA_3 | {"head_dim": 64}, "bfloat16", 1024, False),
 }
+
+
+@pytest.mark.slow
+def test_tpu_loop_that_evicts_rows():
+    """Of 64 slots on a v5e: neither the pages nor what is noted of their rows are copied in a step."""
+    layers, slots = 4, 64
+    over = {"eviction": Eviction(named("h2o"), Budget(share=0.5))}
+    compiled, state = kernel_loop(
+        "v5e", LLAMA_3_8B | {"num_hidden_layers": layers}, "bfloat16", None, slots=slots, **over
+    )
+    arrays = jax.tree.leaves(state.cache.by_head[0].kv)
+    memory = compiled.memory_analysis()
+    held = sum(x.size * x.dtype.itemsize for x in arrays)
+    assert memory.alias_size_in_bytes >= held and memory.temp_size_in_bytes < held / 2
+    looped = within_the_loop(compiled.as_text())
+    for array in arrays:  # what fits VMEM, memory space 1, may be moved there
+        shape = ",".join(map(str, array.shape))
+        copies = re.findall(rf"\[{shape}\](\S*) (?:copy|copy-start)\(", looped)
+        assert [layout for layout in copies if "S(1)" not in layout] == []
 
 
 @pytest.mark.slow
