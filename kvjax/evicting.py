@@ -2,8 +2,8 @@
 
 A step appends the rows of its tokens to every head; a policy (`kvjax.eviction`) then says which rows of a head stay.
 They are moved together, and whole pages go back to the pool, all inside the loop. Rows keep the order of their tokens,
-so attention is causal by the order of the rows, and RoPE is in the keys already. Where positions
-are places in the cache, it is the queries that are turned on, for the sinks alone: see `_of_slots`.
+so attention is causal by the order of the rows, and RoPE is in the keys already. What a step reads of the rows is
+`kvjax.reading`'s: where positions are places in the cache, queries are turned for it; Quest reads a few pages.
 
 When rows are evicted depends on nothing but the request: after its prompt, and then every so many tokens. A prompt step
 never computes across such a point, so a request that gave way and is computed again loses the same rows.
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+import math
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -22,6 +22,7 @@ import numpy as np
 from flax import struct
 
 from kvjax import pages as page_pool
+from kvjax import reading
 from kvjax.control import for_each_page, when
 from kvjax.errors import ModelError, UserError
 from kvjax.eviction import (
@@ -31,22 +32,20 @@ from kvjax.eviction import (
     Rows,
     adakv,
     add_queries,
-    angles,
     gather,
     no_moments,
     pyramid,
-    rotate,
     scores,
     select,
     share_of,
 )
+from kvjax.eviction.quest import LEAST, add_keys, no_bounds
 from kvjax.pages import NOWHERE, PagePool, pages_for
 from kvjax.pallas_kernels import (
     AttentionSpec,
     Lanes,
     add_row_weights,
     init_pages,
-    merge,
     paged_attention,
     read_pages,
     write_pages,
@@ -87,7 +86,7 @@ class Eviction:
     rotations: tuple[Rotation | None, ...] = ()
 
     def __post_init__(self) -> None:
-        if self.policy.score is None:
+        if self.policy.score is None and self.policy.reads is None:
             raise UserError(f"Eviction policy {self.policy.name!r} evicts nothing: leave eviction out.")
         if self.every < 1:
             raise UserError(f"Rows are evicted every {self.every} tokens, but a number from 1 is needed.")
@@ -97,7 +96,8 @@ class Eviction:
                 raise UserError(f"Budgets of {name} are {getattr(self, name)!r}, but {wanted} is needed.")
         if self.heads == "adakv" and self.policy.together:
             raise UserError(f"AdaKV divides rows among heads, but {self.policy.name!r} keeps the same rows in all.")
-        if self.policy.whole and (self.layers, self.heads) != ("uniform", "uniform"):
+        apart = self.policy.whole or self.policy.reads is not None
+        if apart and (self.layers, self.heads) != ("uniform", "uniform"):
             raise UserError(f"{self.policy.name!r} says what each head keeps: leave out +adakv and +pyramid.")
         if self.policy.positions == "slot":
             if self.policy.score is not scores.newest:
@@ -154,14 +154,35 @@ class Eviction:
 
     def kept(self, tokens: jax.Array) -> jax.Array:
         """Rows that stay of so many tokens, int32, in the mean of layers and heads."""
+        if self.policy.score is None:
+            return tokens
         return self.at_least(self.budget.count(tokens), tokens)
 
     def at_least(self, count: jax.Array, tokens: jax.Array) -> jax.Array:
         """A budget of so many tokens, both int32, but for the rows that stay whatever it says."""
         return jnp.minimum(jnp.maximum(count, self.least), tokens)
 
+    def pages_read(self, used: jax.Array, rows: int) -> jax.Array:
+        """How many of so many pages, int32 from 1, of R rows each, a query reads of a head."""
+        assert self.policy.reads is not None
+        wanted = share_of(used, self.budget.share or 0.0)
+        if fixed := self._fixed_pages(rows):
+            wanted = jnp.full_like(used, fixed)
+        return jnp.minimum(used, jnp.maximum(wanted, LEAST))
+
+    def most_pages(self, pages: int, rows: int) -> int:
+        """The most that `pages_read` can be of up to so many pages."""
+        wanted = self._fixed_pages(rows) or math.ceil(pages * (self.budget.share or 0.0))
+        return min(pages, max(wanted, LEAST))
+
+    def _fixed_pages(self, rows: int) -> int | None:
+        assert self.policy.reads is not None
+        return self.policy.reads.pages or (self.budget.rows and -(-self.budget.rows // rows))
+
     def _first(self, prompt: jax.Array) -> jax.Array:
         """Tokens after which rows go for the first time: the prompt, if it has more than the budget."""
+        if self.policy.score is None:
+            return jnp.full_like(prompt, NEVER)
         budget = prompt if self.budget.rows is None else jnp.full_like(prompt, self.budget.rows)
         target = share_of(prompt, self.budget.share) if self.budget.share is not None else budget
         later = target + self.every if self.policy.decode else jnp.full_like(prompt, NEVER)
@@ -209,6 +230,7 @@ class HeadPages(struct.PyTreeNode):
       seen: (P, R) int32, as `kvjax.eviction.Rows` has them; None where the policy watches no query.
       moments: of the queries of each layer and slot, (L, B, …), each times √H of the softmax's scale, so that H^−½ is
         the scale; None where the policy asks for none.
+      bounds: (P, 2, H) least and greatest number of each channel of the keys; None where all pages are read.
     """
 
     k: tuple[jax.Array, ...]
@@ -218,6 +240,7 @@ class HeadPages(struct.PyTreeNode):
     weights: jax.Array | None
     seen: jax.Array | None
     moments: Moments | None = None
+    bounds: jax.Array | None = None
 
 
 class HeadTable(struct.PyTreeNode):
@@ -268,7 +291,13 @@ def page_bytes(config: CacheConfig, spec: KVSpec) -> int:
     assert config.eviction is not None
     one = dataclasses.replace(spec, kv_heads=1)
     noted = 4 if config.eviction.policy.watch == "none" else 12
-    return config.rows * (config.stored_row_bytes(one) + noted)
+    bounds = 0 if config.eviction.policy.reads is None else 2 * spec.key_dim * _bounds_dtype(spec).itemsize
+    return config.rows * (config.stored_row_bytes(one) + noted) + bounds
+
+
+def _bounds_dtype(spec: KVSpec) -> jnp.dtype:
+    """Of keys before they become codes."""
+    return jnp.dtype("float32" if spec.scales else spec.storage)
 
 
 def moments_bytes(config: CacheConfig, spec: KVSpec) -> int:
@@ -299,6 +328,7 @@ def init(config: CacheConfig, spec: KVSpec) -> HeadCache:
         weights=jnp.zeros((P, R)) if watches else None,
         seen=jnp.zeros((P, R), jnp.int32) if watches else None,
         moments=moments,
+        bounds=None if config.eviction.policy.reads is None else no_bounds(P, spec.key_dim, _bounds_dtype(spec)),
     )
     table = HeadTable(jnp.zeros((L, B, K, M), jnp.int32), jnp.zeros((L, B, K), jnp.int32))
     return HeadCache(kv, page_pool.init(P), table)
@@ -386,33 +416,29 @@ def attend(
     lanes = _lanes(spec) if config.layout == "joined" else None
     what = AttentionSpec(scale, None, soft_cap, latent, config.layout, lanes)
     watched = _watched(config.eviction, placement)
-    if (watched is not None or kv.moments is not None) and up is not None:
+    if (watched is not None or kv.moments is not None or kv.bounds is not None) and up is not None:
         name = config.eviction.policy.name
         raise UserError(
             f"Eviction policy {name!r} watches queries, which meet expanded latents: take knorm or streaming."
         )
-    several, turned = spec.kv_heads > 1, _turned(config, layer)
+    turned = _turned(config, layer)
     if kv.moments is not None:
         gathered = _gathered(config.eviction.policy, placement, kv.moments, l, q, scale, turned, lengths)
         kv = kv.replace(moments=gathered)
     over_rows = functools.partial(
-        paged_attention, k_pages=kv.k[0], v_pages=kv.v[0] if kv.v else None, table=pages if several else pages[:, 0],
-        row_starts=placement.row_starts, spec=what, up=up, scales=kv.scales[0] if kv.scales else None,
-        max_query=placement.max_query, backend=backend,
+        paged_attention, k_pages=kv.k[0], v_pages=kv.v[0] if kv.v else None, spec=what, up=up,
+        scales=kv.scales[0] if kv.scales else None, backend=backend,
     )  # fmt: skip
-    held = lengths if several else lengths[:, 0]
-    lse: jax.Array | None
-    if config.eviction.policy.positions == "slot" and turned is not None:
-        outs, lses = _of_slots(config.eviction, placement, over_rows, q, held, *turned)
-        merged, lse = merge(outs, lses, sinks)
-        out = merged.astype(q.dtype)
+    where, lse = (placement, over_rows, q, pages, lengths, sinks), None
+    if kv.bounds is not None:
+        out = reading.by_pages(config.eviction, *where, kv.bounds, layer, config.rows)
+    elif config.eviction.policy.positions == "slot" and config.eviction.policy.sinks and turned is not None:
+        out = reading.by_place(config.eviction, *where, *turned)
     else:
-        joins = several and sinks is not None
-        out, lse = over_rows(q, lengths=held, sinks=None if joins else sinks, with_lse=watched is not None or joins)
-        if joins:
-            assert lse is not None
-            merged, lse = merge(out[None], lse[None], sinks)
-            out = merged.astype(out.dtype)
+        out, lse = reading.over_all(
+            over_rows, q, pages, sinks, watched is not None, lengths=lengths, row_starts=placement.row_starts,
+            max_query=placement.max_query,
+        )  # fmt: skip
     if watched is not None:
         assert lse is not None and kv.weights is not None and kv.seen is not None
         weights, seen = add_row_weights(
@@ -438,52 +464,6 @@ def _turned(config: CacheConfig, layer: int | jax.Array) -> tuple[Rotation, jax.
         raise UserError("Layers that turn queries differently cannot be scanned: load with layers='unrolled'.")
     turns = jnp.asarray([one is not None for one in all_layers])
     return (several.pop(), turns[layer]) if several else None
-
-
-def _of_slots(
-    eviction: Eviction,
-    placement: Placement,
-    over_rows: Callable[..., tuple[jax.Array, jax.Array | None]],
-    q: jax.Array,
-    held: jax.Array,
-    rotation: Rotation,
-    turns: jax.Array,
-) -> tuple[jax.Array, jax.Array]:
-    """Attention where a row's position is its place among those held: outs (2, T, N, Hv) and lses (2, T, N) to merge.
-
-    RoPE makes products of distances. Those to the rows behind the sinks are what they were, for no row between two of
-    them, or between them and the query, has gone. The sinks' are smaller by the rows that went: to them, the query is
-    turned back by as many positions.
-
-    Args:
-      eviction: what is evicted.
-      placement: of the step's tokens.
-      over_rows: `paged_attention` over the layer's pages.
-      q: (T, N, H), position encoded.
-      held: (B,) or (B, K) int32 rows of each slot; of a slot's heads the same.
-      rotation: of the layer.
-      turns: () bool whether it does turn.
-    """
-    of_slot = held if held.ndim == 1 else held[:, 0]
-    slot = jnp.minimum(placement.slots, held.shape[0] - 1)
-    index = jnp.arange(q.shape[0], dtype=jnp.int32)
-    gone = placement.positions - (of_slot[slot] - placement.row_starts[slot + 1] + index)
-    moved = _turn(q, rotation, jnp.where(turns, -gone, 0))
-    first = jnp.minimum(held, eviction.policy.sinks)
-    both = (
-        over_rows(moved, lengths=first, ahead=held - first, with_lse=True),
-        over_rows(q, lengths=held, first=first, with_lse=True),
-    )
-    return jnp.stack([out for out, _ in both]), jnp.stack([lse for _, lse in both if lse is not None])
-
-
-def _turn(q: jax.Array, rotation: Rotation, by: jax.Array, factor: float | jax.Array = 1.0) -> jax.Array:
-    """q (T, N, H), which are turned, by so many positions (T,) int32 more, and what is turned times a factor."""
-    cos, sin = (x[:, None, :] * factor for x in angles(rotation.frequencies, by))
-    shape = (*q.shape[:2], cos.shape[-1])
-    cos, sin = (jnp.broadcast_to(x, shape) for x in (cos, sin))
-    moved = rotate(q[..., rotation.first :], cos, sin, rotation.interleaved)
-    return jnp.concatenate([q[..., : rotation.first], moved], axis=-1)
 
 
 def _gathered(
@@ -524,7 +504,7 @@ def _gathered(
         x = q.at[token].get(mode="clip").astype(jnp.float32) * jnp.float32(scale * H**0.5)
         if turned is not None:
             rotation, turns = turned
-            x = _turn(x, rotation, jnp.where(turns, -own, 0), jnp.where(turns, 1 / rotation.factor, 1.0))
+            x = reading.turn(x, rotation, jnp.where(turns, -own, 0), jnp.where(turns, 1 / rotation.factor, 1.0))
         watched = (step < blocks.size[i]) & (own >= policy.sinks) & (own < context[slot])
         old = jax.tree.map(lambda x: x[l, slot], moments)
         known = old.queries > 0  # else what is there is of another request
@@ -575,7 +555,9 @@ def _written(
         return x.swapaxes(0, 1).reshape(K * T, *x.shape[2:])
 
     page, row = by_head(page), by_head(place % R)
-    scales = kv.scales
+    scales, bounds = kv.scales, kv.bounds
+    if bounds is not None:
+        bounds = add_keys(bounds, by_head(k), page, row)
     if spec.scales:
         k, v, of_rows = quantize_kv(k, v, spec.storage)
         both = jnp.stack(jnp.split(of_rows, of_rows.shape[1] // K, axis=1), axis=2)  # (T, K, 2)
@@ -597,7 +579,8 @@ def _written(
     noted: dict[str, Any] = {"positions": begun(kv.positions, position + step)}
     if kv.weights is not None and kv.seen is not None:  # a row begins anew
         noted |= {"weights": begun(kv.weights, jnp.float32(0)), "seen": begun(kv.seen, jnp.int32(0))}
-    return kv.replace(k=(new_k,), v=() if new_v is None else (new_v,), scales=scales, **noted)
+    values = () if new_v is None else (new_v,)
+    return kv.replace(k=(new_k,), v=values, scales=scales, bounds=bounds, **noted)
 
 
 # --- eviction -----------------------------------------------------------------------------------------------
@@ -614,6 +597,8 @@ def evict(
       computed: (B,) int32.
       step: () int32.
     """
+    if config.eviction is not None and config.eviction.policy.score is None:
+        return cache
 
     def evicted(cache: HeadCache) -> HeadCache:
         order = jnp.argsort(~due, stable=True).astype(jnp.int32)

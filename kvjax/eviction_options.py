@@ -20,7 +20,7 @@ def eviction_of(evict: Any, keep: Any, every: Any = 32) -> Eviction | None:
       evict: name of a policy (`kvjax.eviction.POLICIES`) with its options and budget wrappers, as in
         "snapkv:window=32,kernel=7+adakv+pyramid"; or a `kvjax.eviction.Policy`; or an Eviction; or None.
       keep: what each head keeps: rows, if it is a whole number, or a share of the tokens, below 1. None with "duo",
-        whose options say it.
+        whose options say it; with "quest" what is read, unless pages say it.
       every: tokens generated between two evictions.
 
     Raises:
@@ -63,6 +63,12 @@ def _budget(policy: Policy, keep: Any) -> Budget:
         if keep is not None:
             raise UserError(f"keep is {keep!r}, but {policy.name} says what heads keep: leave keep out.")
         return Budget(rows=max(policy.sinks + policy.recent, 1))
+    if policy.reads is not None and policy.reads.pages is not None:
+        if keep is not None:
+            raise UserError(f"keep is {keep!r} and {policy.name} has pages={policy.reads.pages}: give one of them.")
+        return Budget(share=1.0)
+    if policy.reads is not None and keep is None:
+        raise UserError("Quest reads some pages of each head: give pages, as in quest:pages=32, or keep, such as 0.25.")
     if keep is None:
         raise UserError("Evicting rows needs a budget: give keep, rows such as 1024 or a share such as 0.5.")
     if isinstance(keep, bool) or not isinstance(keep, int | float):

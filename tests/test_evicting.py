@@ -18,13 +18,15 @@ from engines import tiny
 from test_families import model_of
 
 from kvjax import cache as kv_cache
-from kvjax import job, plans, snapshots
+from kvjax import job, plans, reading, snapshots
 from kvjax.cache import LEDGER, CacheConfig
 from kvjax.errors import ModelError, RequestError, UserError
 from kvjax.evicting import NEVER, Eviction, claims
-from kvjax.eviction import Budget, Moments, Policy, Rows, adakv, named, pyramid, scores, select
+from kvjax.eviction import Budget, Moments, Policy, Rows, adakv, named, pyramid, scores, select, share_of
 from kvjax.eviction_options import eviction_of
 from kvjax.models.positions import Rope, apply_rope, cos_sin, inverse_frequencies, rope_table, rotation
+from kvjax.pallas_kernels import AttentionSpec, Lanes, init_pages, paged_attention
+from kvjax.pallas_kernels import joined as joined_store
 from kvjax.plans import Model, Options
 from kvjax.sampling_params import SamplingParams
 from kvjax.types import KVSpec
@@ -47,8 +49,8 @@ selected, divided = (jax.jit(function, static_argnums=0) for function in (select
 class Plain:
     """One sequence: K and V of every layer and head in arrays of float32, and nothing paged."""
 
-    def __init__(self, model: Model):
-        self.model = model
+    def __init__(self, model: Model, context: int):
+        self.model, self.context = model, context
         self.rows: dict[tuple[int, int], dict[str, np.ndarray]] = {}
         self.queries: dict[int, list[np.ndarray]] = {}
         """Of each layer, (N, H) of those whose moments count, without RoPE."""
@@ -104,8 +106,14 @@ class Plain:
                 keys = self._turned(layer, self._turned(layer, keys, -rows["positions"]), place)
                 queries = self._turned(layer, self._turned(layer, q, -own), place[held:])
             causal = np.arange(held + T)[None, :] <= held + np.arange(T)[:, None]
+            seen = causal
+            if what is not None and what.policy.reads is not None and layer >= what.policy.reads.dense:
+                heads = slice(head * N // K, (head + 1) * N // K)
+                seen = causal.copy()
+                for i in np.flatnonzero(own >= self.context).tolist():
+                    seen[i] &= self._read(q[i, heads], keys, held + i, what)
             for n in range(head * N // K, (head + 1) * N // K):
-                scores = np.where(causal, queries[:, n].astype(np.float64) @ keys.T.astype(np.float64) * scale, -np.inf)
+                scores = np.where(seen, queries[:, n].astype(np.float64) @ keys.T.astype(np.float64) * scale, -np.inf)
                 p = np.exp(scores - scores.max(axis=1, keepdims=True))
                 p /= p.sum(axis=1, keepdims=True)
                 out[:, n] = p @ rows["v"]
@@ -113,6 +121,20 @@ class Plain:
             rows["seen"] = rows["seen"] + causal[watched].sum(axis=0, dtype=np.int32)
             self.rows[layer, head] = rows
         return out
+
+    def _read(self, q: np.ndarray, keys: np.ndarray, place: int, what: Eviction) -> np.ndarray:
+        """(S,) bool: the rows that one query reads, q (G, H), its own at a place among the keys (S, H) of a head."""
+        assert what.policy.reads is not None
+        newest = place // R
+        budget = what.budget.rows and -(-what.budget.rows // R)
+        count = what.policy.reads.pages or budget or int(share_of(jnp.int32(newest + 1), what.budget.share or 0.0))
+        best = []
+        for page in range(newest):
+            own = keys[page * R : (page + 1) * R]
+            most = np.maximum(q * own.min(axis=0), q * own.max(axis=0)).sum(axis=1).max()
+            best.append((-most, page))
+        read = {newest, *(page for _, page in sorted(best)[: max(count, 3) - 1])}
+        return np.isin(np.arange(len(keys)) // R, sorted(read))
 
     def _expecting(self, layer: int) -> tuple[Policy, Moments]:
         """The policy with what a layer turns by, and the moments of its queries, in float64."""
@@ -169,8 +191,9 @@ def cut_after(what: Eviction, prompt: int, computed: int) -> int:
 
 def expected(model: Model, prompt: Sequence[int], new: int, context: int | None = None) -> list[int]:
     """Greedy tokens of one sequence, its rows evicted as the engine says it does."""
-    what, plain, tokens = model.eviction, Plain(model), list(prompt)
+    what, tokens = model.eviction, list(prompt)
     assert what is not None
+    plain = Plain(model, context or len(prompt))
     watch = what.policy.watch
     while True:
         stop = min(len(tokens), cut := cut_after(what, context or len(prompt), plain.computed))
@@ -192,6 +215,12 @@ PROMPTS = [[(7 * i * i + 3 * seed) % 60 + 1 for i in range(count)] for seed, cou
 SOME = SamplingParams(max_new_tokens=12)
 RETRIEVAL = ((True, False), (False, False), (False, True))
 """Heads of tiny_llama that keep every row."""
+READING: dict[str, tuple[Policy, dict[str, Any]]] = {
+    "pages": (named("quest", pages=3), {"share": 1.0}),
+    "share, from layer 1 on": (named("quest", dense=1), {"share": 0.6}),
+    "rows, in all layers": (named("quest", dense=0), {"rows": 14}),
+}
+"""Of prompts of up to 31 tokens and 12 more, in pages of 4."""
 CASES: dict[str, tuple[Policy, dict[str, Any]]] = {
     "streaming": (named("streaming", sinks=2), {"rows": 9, "every": 3}),
     "by slot": (named("streaming", sinks=2, positions="slot"), {"rows": 9, "every": 3}),
@@ -291,6 +320,118 @@ def test_rows_left_by_expected_attention_are_those_of_kvpress():
                 np.testing.assert_array_equal(left, want[head])
         everyone = jnp.asarray([True, True])
         cache = kv_cache.release(config, cache, None, everyone, now, now, lambda slot, column: slot)[0]
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] if name == "rows, in all layers" else []) for name in READING]
+)
+def test_reading_some_pages_is_reading_those_rows(name):
+    """Quest against masks over plain arrays; every prompt alone computes the same."""
+    policy, options = READING[name]
+    model = evicting(policy, **options)
+    found = engines.tokens(model, PROMPTS, SOME, rows=R, slots=2, packed=16)
+    assert found == [expected(model, prompt, 12) for prompt in PROMPTS]
+    assert found != engines.tokens(tiny("tiny_llama"), PROMPTS, SOME, rows=R, slots=2, packed=16)
+
+
+def test_reading_all_pages_changes_nothing():
+    exact = engines.tokens(tiny("tiny_llama"), PROMPTS, SOME, rows=R, slots=2, packed=16)
+    for what in (Eviction(named("quest", pages=11, dense=0), Budget(share=1.0)),):
+        model = dataclasses.replace(tiny("tiny_llama"), eviction=what)
+        assert engines.tokens(model, PROMPTS, SOME, rows=R, slots=2, packed=16) == exact
+
+
+def test_tokens_computed_again_read_the_same_pages(tmp_path):
+    """What was generated before a snapshot is computed again in one step where another plan resumes it."""
+    policy, options = READING["rows, in all layers"]
+    model = evicting(policy, **options)
+    running = job.Job(model, Options(rows=R, slots=2, packed=16, segment_seconds=1e-6))
+    for request in engines.requests(PROMPTS, SOME):
+        running.add(request)
+    ended = [output for _ in range(12) for output in running.advance().finished]
+    snapshots.save(running, tmp_path)
+    resumed = snapshots.resume(model, tmp_path, Options(rows=R, slots=4, packed=32))
+    while resumed.unfinished:
+        ended += resumed.advance().finished
+    found = {output.request.index: list(output.tokens) for output in ended}
+    assert [found[i] for i in range(len(PROMPTS))] == [expected(model, prompt, 12) for prompt in PROMPTS]
+
+
+def test_pages_read_are_counted_as_said():
+    for policy, options, used, count in (
+        (named("quest", pages=5), {"share": 1.0}, (1, 3, 5, 6, 90), [1, 3, 5, 5, 5]),
+        (named("quest"), {"share": 0.25}, (1, 3, 12, 16, 90), [1, 3, 3, 4, 22]),
+        (named("quest"), {"rows": 33}, (1, 8, 9, 90), [1, 8, 9, 9]),
+    ):
+        what = Eviction(policy, Budget(**options))
+        assert what.pages_read(jnp.asarray(used, jnp.int32), R).tolist() == count
+        assert [what.most_pages(u, R) >= c for u, c in zip(used, count, strict=True)] == [True] * len(used)
+    assert eviction_of("quest:pages=8", None) == Eviction(named("quest", pages=8), Budget(share=1.0))
+    assert eviction_of("quest", 0.25) == Eviction(named("quest"), Budget(share=0.25))
+
+
+@pytest.mark.parametrize(
+    "text, keep, said",
+    [
+        ("quest", None, "give pages, as in quest:pages=32, or keep"),
+        ("quest:pages=8", 0.5, "keep is 0.5 and quest has pages=8: give one of them"),
+        ("quest:pages=2", None, "pages=2, but a whole number from 3"),
+        ("quest:pages=8,dense=-1", None, "dense=-1"),
+        ("quest:pages=8+pyramid", None, "says what each head keeps: leave out"),
+    ],
+)
+def test_bad_readings_are_named(text, keep, said):
+    with pytest.raises(ModelError, match=said):
+        eviction_of(text, keep)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["by slot", "expected", "pages"])
+def test_scanned_layers_read_and_evict_alike(name):
+    """The layer is a number of the device there: how it turns queries, and whether it reads all, is looked up."""
+    policy, options = (CASES | READING)[name]
+    model = evicting(policy, **options)
+    scanned = dataclasses.replace(tiny("tiny_llama", stacked=True), eviction=model.eviction)
+    found = engines.tokens(scanned, PROMPTS, SOME, rows=R, slots=2, packed=16)
+    assert found == [expected(model, prompt, 12) for prompt in PROMPTS]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["by place", "by pages"])
+def test_kernels_of_the_tpu_read_what_xla_reads(way):
+    """Slots without rows behind the sinks, without tokens, and of tokens of which some read all pages and some few."""
+    rng, (B, K, M, R, H, N) = np.random.default_rng(0), (4, 2, 4, 32, 64, 4)
+    lanes, P, sinks = Lanes(1, H, H), 4 * 2 * 4, 32
+    joined, _ = init_pages(P, R, lanes, jnp.dtype("float32"), "joined")
+    joined = jnp.asarray(rng.standard_normal(joined.shape), jnp.float32)
+    table = jnp.asarray(rng.permutation(P).reshape(B, K, M), jnp.int32)
+    tokens, held = np.asarray([1, 3, 0, 2]), np.asarray([90, 30, 64, 128])
+    slots = np.concatenate([np.repeat(np.arange(B), tokens), [B, B]])
+    starts = jnp.asarray(np.cumsum([0, *tokens]), jnp.int32)
+    place = np.concatenate([held[b] - tokens[b] + np.arange(tokens[b]) for b in range(B)])
+    positions = np.append(place + (7 * (place >= sinks) if way == "by place" else 0), [0, 0])
+    context = jnp.asarray([20, 64, 64, 127], jnp.int32)
+    whose, where = (jnp.asarray(x, jnp.int32) for x in (slots, positions))
+    placement = kv_cache.Placement(whose, where, starts, 3, context=context)
+    lengths = jnp.asarray(np.repeat(held[:, None], K, axis=1), jnp.int32)
+    q = jnp.asarray(rng.standard_normal((8, N, H)), jnp.float32)
+    what = AttentionSpec(H**-0.5, layout="joined", lanes=lanes)
+    logits = jnp.asarray(rng.standard_normal(N), jnp.float32)
+
+    def read(backend: str) -> np.ndarray:
+        over_rows = functools.partial(paged_attention, k_pages=joined, v_pages=None, spec=what, backend=backend)
+        if way == "by place":
+            policy = named("streaming", sinks=sinks, positions="slot")
+            turned = rotation(Rope("default", 10_000.0, H), 256), jnp.bool_(True)
+            eviction = Eviction(policy, Budget(rows=64))
+            return np.asarray(reading.by_place(eviction, placement, over_rows, q, table, lengths, logits, *turned))
+        eviction = Eviction(named("quest", pages=3, dense=0), Budget(share=1.0))
+        keys = joined_store.split(joined_store.rows_of(joined), lanes)[0][:, :, 0]
+        bounds = jnp.stack([keys.min(axis=1), keys.max(axis=1)], axis=1)
+        return np.asarray(reading.by_pages(eviction, placement, over_rows, q, table, lengths, logits, bounds, 0, R))
+
+    found, want = (read(backend)[: int(starts[-1])] for backend in ("tpu_interpret", "xla"))
+    np.testing.assert_allclose(found, want, rtol=2e-5, atol=2e-5)
 
 
 # --- pages ------------------------------------------------------------------------------------------------------

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import jax
 
 from kvjax.errors import UserError
 from kvjax.eviction.rows import Rows
+
+if TYPE_CHECKING:
+    from kvjax.eviction.quest import Reading
 
 Score = Callable[[Rows], jax.Array]
 WATCH = ("none", "all", "last")
@@ -38,6 +42,7 @@ class Policy:
       whole: of each layer, which kv heads keep every row whatever the budget; empty where none does. What a budget
         counts are the others. `select`, which sees one layer, is not concerned.
       within: tokens of a prompt after which rows go before its end, or None to keep them to its end.
+      reads: where no row goes, but not all are read: how many pages of a head decoding queries read.
 
     Raises:
       UserError: a field is out of range.
@@ -55,6 +60,7 @@ class Policy:
     positions: str = "token"
     whole: tuple[tuple[bool, ...], ...] = ()
     within: int | None = None
+    reads: Reading | None = None
 
     def __post_init__(self) -> None:
         named = isinstance(self.watch, str) and self.watch in WATCH

@@ -10,6 +10,7 @@ from kvjax.errors import UserError
 from kvjax.eviction import scores
 from kvjax.eviction.duo import retrieval_heads
 from kvjax.eviction.policy import Policy
+from kvjax.eviction.quest import Reading
 
 
 def none() -> Policy:
@@ -45,6 +46,11 @@ def duo(
     it is a retrieval head."""
     whole = retrieval_heads(heads, threshold) if isinstance(heads, str) else tuple(tuple(line) for line in heads)
     return Policy("duo", scores.newest, sinks=sinks, recent=recent, whole=whole, within=within)
+
+
+def quest(pages: int | None = None, dense: int = 2) -> Policy:
+    """Evicts nothing: what decodes reads `pages` of each head, but in the first `dense` layers (Quest, 2406.10774)."""
+    return Policy("quest", None, decode=False, reads=Reading(pages, dense))
 
 
 def h2o(recent_share: float = 0.5, recent: int = 0) -> Policy:
@@ -91,7 +97,7 @@ def expected_attention(
 POLICIES: dict[str, Callable[..., Policy]] = {
     made.__name__: made
     for made in (
-        *(none, truncate, window, streaming, duo),
+        *(none, truncate, window, streaming, duo, quest),
         *(h2o, tova, snapkv, observed),
         *(knorm, keydiff, expected_attention),
     )
