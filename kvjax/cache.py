@@ -80,8 +80,8 @@ class CacheConfig:
     def groups(self) -> tuple[KVSpec, ...]:
         """The distinct specs: those that keep every row first, or the LEDGER where there are none. Layers that keep
         their newest rows in full precision besides codes are of two groups."""
-        recent = (spec.recent for spec in self.specs)
-        specs = tuple(dict.fromkeys((*self.specs, *(spec for spec in recent if spec is not None))))
+        owners = [spec for spec in self.specs if spec.shares is None]
+        specs = tuple(dict.fromkeys((*owners, *(spec.recent for spec in owners if spec.recent is not None))))
         whole = tuple(spec for spec in specs if not self.frees(spec) and not self.evicts(spec))
         return (whole or (LEDGER,)) + tuple(spec for spec in specs if self.frees(spec))
 
@@ -142,8 +142,11 @@ class CacheConfig:
         return tuple(i for i, s in enumerate(self.specs) if spec in (s, s.recent))
 
     def places_of(self, layer: int) -> tuple[tuple[int, int], ...]:
-        """(group, index within the group) of a layer; and of its newest rows in full precision, where it has them."""
+        """(group, index within the group) of a layer, or of that whose rows it reads; and of the newest rows in full
+        precision, where there are any."""
         spec = self.specs[layer]
+        if spec.shares is not None:
+            return self.places_of(spec.shares)
         groups = [self.groups.index(s) for s in (spec, spec.recent) if s is not None]
         return tuple((group, self.layers_of(group).index(layer)) for group in groups)
 
@@ -864,7 +867,7 @@ def attend(
     cache: Cache,
     layer: int | jax.Array,
     q: jax.Array,
-    k: jax.Array,
+    k: jax.Array | None,
     v: jax.Array | None,
     scale: float,
     *,
@@ -876,14 +879,16 @@ def attend(
 ) -> tuple[Cache, jax.Array]:
     """Writes K and V of the step's tokens into their pages, then attends over the pages.
 
+    A layer that shares another's rows (`KVSpec.shares`) writes nothing: that layer has, before it in the same step.
+
     Args:
       config: the cache's static shape.
       placement: where the tokens belong; `reserve` has already made room for them.
       cache: the cache.
       layer: Python int; a traced int32 only when the cache is stacked and all layers have one spec.
       q: (T, N, H).
-      k: (T, K, H), position already encoded.
-      v: (T, K, Hv); None where the layer's spec is latent.
+      k: (T, K, H), position already encoded; None where the layer shares another's rows.
+      v: (T, K, Hv); None there, and where the layer's spec is latent.
       scale: multiplies q·k.
       soft_cap: as in AttentionSpec.
       sinks: (N,) float32, as in `paged_attention`.
@@ -894,7 +899,12 @@ def attend(
     Returns:
       The new cache and out (T, N, Hv).
     """
+    if not config.stacked and (k is None) != (config.specs[int(layer)].shares is not None):
+        raise ValueError(
+            f"layer {layer} has no k, or a spec that shares another layer's rows: it needs both or neither"
+        )
     if config.eviction is not None and (config.stacked or config.evicts(config.specs[int(layer)])):
+        assert k is not None  # shared rows are not evicted (`kvjax.plans`)
         h = 0 if config.stacked else config.by_head.index(config.specs[int(layer)])
         heads, out = evicting.attend(
             config, config.by_head[h], placement, cache.by_head[h], layer, q, k, v, scale,
@@ -923,7 +933,7 @@ def attend(
         parts, N = config.parts_of(spec), q.shape[1]
         repeats = parts * held.kv_heads // spec.kv_heads  # a kv head lies on as many chips
         if repeats > 1:
-            k, v = jnp.repeat(k, repeats, axis=1), None if v is None else jnp.repeat(v, repeats, axis=1)
+            k, v = (None if x is None else jnp.repeat(x, repeats, axis=1) for x in (k, v))
         by_heads = MODEL if N % config.model == 0 and (parts > 1 or held.kv_heads == 1) else None
         where = tuple(shardings(config, x, g, MODEL) for x, (g, _) in zip(pages, places, strict=True))
         of_kv = PartitionSpec(None, MODEL if parts > 1 else None)
@@ -931,8 +941,8 @@ def attend(
         everywhere = PartitionSpec()
         new, out = on_each(
             one,
-            in_specs=(everywhere, where, PartitionSpec(None, by_heads), of_kv, None if v is None else of_kv,
-                      everywhere, everywhere, of_features),
+            in_specs=(everywhere, where, PartitionSpec(None, by_heads), None if k is None else of_kv,
+                      None if v is None else of_kv, everywhere, everywhere, of_features),
             out_specs=(where, PartitionSpec(None, by_heads)),
         )(placement, pages, q, k, v, tables, offsets, features)  # fmt: skip
     changed = cache.groups
@@ -959,7 +969,7 @@ def _attend(
     placement: Placement,
     of_arrays: tuple[KVPages, ...],
     q: jax.Array,
-    k: jax.Array,
+    k: jax.Array | None,
     v: jax.Array | None,
     tables: tuple[BlockTable, ...],
     offsets: tuple[jax.Array, ...],
@@ -975,16 +985,20 @@ def _attend(
         page = jnp.where(deal.owns(position, R), page, total)
         row, runs = deal.rows_before(position, R) % R, config.slots + position.shape[0] // R
     of_rows = None
-    if spec.scales:
+    if k is not None and spec.scales:
         k, v, of_rows = quantize_kv(k, v, spec.storage)
     new = k, v, of_rows
     if placement.divided:  # every chip writes those of its own pages
-        k, v, of_rows = spread.whole(k, n), *(None if x is None else spread.whole(x, n) for x in (v, of_rows))
-    scales = None if of_rows is None else pages.scales[0].at[page, :, row].set(of_rows, mode="drop")
-    k_pages, v_pages = write_rows(
-        pages.k[0], pages.v[0] if pages.v else None, k, v, page, row, config.layout,
-        slots=runs, max_query=placement.max_query, backend=backend,
-    )  # fmt: skip
+        k, v, of_rows = (None if x is None else spread.whole(x, n) for x in (k, v, of_rows))
+    scales = pages.scales[0] if pages.scales else None
+    k_pages, v_pages = pages.k[0], pages.v[0] if pages.v else None
+    if k is not None:
+        if of_rows is not None:
+            scales = pages.scales[0].at[page, :, row].set(of_rows, mode="drop")
+        k_pages, v_pages = write_rows(
+            k_pages, v_pages, k, v, page, row, config.layout,
+            slots=runs, max_query=placement.max_query, backend=backend,
+        )  # fmt: skip
     kept = KVPages((k_pages,), () if v_pages is None else (v_pages,), () if scales is None else (scales,))
 
     def over_pages(q: jax.Array) -> jax.Array:
@@ -1004,7 +1018,7 @@ def _attend(
         where, whose = spread.own(position, n), spread.own(placement.slots, n)
         whose = jnp.where(whose < config.slots, whose, -1)
         k, v, of_rows = new
-        assert v is not None
+        assert k is not None and v is not None
         if of_rows is None:
             k, v = (x.astype(spec.storage).astype(q.dtype) for x in (k, v))
         return ring_attention(
@@ -1012,7 +1026,7 @@ def _attend(
             scales=of_rows, sinks=features["sinks"], backend=backend,
         )[0]  # fmt: skip
 
-    if not (placement.divided and _goes_round(q, spec, what, features)):
+    if not (placement.divided and k is not None and _goes_round(q, spec, what, features)):
         return (kept,), over_pages(q)
     tokens = placement.row_starts[1:] - placement.row_starts[:-1]
     alone = ((tokens == 0) | (table.lengths == tokens)).all()  # nobody has rows of an earlier step

@@ -14,7 +14,7 @@ the authors' prompt sees none.
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -88,7 +88,7 @@ def attend(
     placement: Placement,
     pages: tuple[KVPages, ...],
     q: jax.Array,
-    k: jax.Array,
+    k: jax.Array | None,
     v: jax.Array | None,
     tables: tuple[BlockTable, ...],
     offsets: tuple[jax.Array, ...],
@@ -97,28 +97,14 @@ def attend(
     """`kvjax.cache.attend` on one chip: `pages`, `tables` and `offsets` of the codes, then of the rows in full
     precision, if there are any."""
     stored, codes = spec.stored, spec.stored.codes
-    assert codes is not None and v is not None
+    assert codes is not None
     W, sinks, slopes = stored.recent, features["sinks"], features["slopes"]
     if stored.rotate:
-        q, k = rotate(q), rotate(k)
+        q, k = rotate(q), None if k is None else rotate(k)
     held = CodePages(pages[0].k[0], pages[0].v[0] if pages[0].v else None, *pages[0].scales[0])
     full = pages[1] if W else None
-    if full is not None:
-        page, row = placement.places(config, tables[1], offsets[1], full.k[0].shape[0])
-        new_k, new_v = write_rows(
-            full.k[0], full.v[0] if full.v else None, k, v, page, row, config.layout,
-            slots=config.slots, max_query=placement.max_query, backend=backend,
-        )  # fmt: skip
-        full = full.replace(k=(new_k,), v=() if new_v is None else (new_v,))
-    if stored.grouped:
-        assert full is not None
-        held = _with_full_groups(config, spec, placement, held, full, tables, offsets, backend)
-    else:
-        page, row = placement.places(config, tables[0], offsets[0], held.k.shape[0])
-        held = write_code_rows(
-            held, k, v, page, row, codes, config.layout,
-            slots=config.slots, max_query=placement.max_query, backend=backend,
-        )  # fmt: skip
+    if k is not None and v is not None:
+        held, full = _written(config, spec, placement, held, full, k, v, tables, offsets, backend)
     before = None if what.window is None else what.window - W
     out, lse = paged_attention(
         q, held.k, held.v, tables[0].pages + offsets[0], jnp.maximum(tables[0].lengths - W, 0), placement.row_starts,
@@ -140,6 +126,33 @@ def attend(
         lse = lse - W * slopes[None, :]
     merged, _ = merge(jnp.stack([out, near]), jnp.stack([lse, near_lse]), sinks)
     return (kept, full), merged.astype(out.dtype)
+
+
+def _written(
+    config: CacheConfig,
+    spec: KVSpec,
+    placement: Placement,
+    held: CodePages,
+    full: KVPages | None,
+    k: jax.Array,
+    v: jax.Array,
+    tables: tuple[BlockTable, ...],
+    offsets: tuple[jax.Array, ...],
+    backend: str,
+) -> tuple[CodePages, KVPages | None]:
+    """The step's rows in the pages in full precision, if there are any, and as codes."""
+    stored, codes = spec.stored, spec.stored.codes
+    assert codes is not None
+    how: Any = {"slots": config.slots, "max_query": placement.max_query, "backend": backend}
+    if full is not None:
+        page, row = placement.places(config, tables[1], offsets[1], full.k[0].shape[0])
+        k_pages, v_pages = write_rows(full.k[0], full.v[0] if full.v else None, k, v, page, row, config.layout, **how)
+        full = full.replace(k=(k_pages,), v=() if v_pages is None else (v_pages,))
+    if stored.grouped:
+        assert full is not None
+        return _with_full_groups(config, spec, placement, held, full, tables, offsets, backend), full
+    page, row = placement.places(config, tables[0], offsets[0], held.k.shape[0])
+    return write_code_rows(held, k, v, page, row, codes, config.layout, **how), full
 
 
 def _with_full_groups(

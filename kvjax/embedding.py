@@ -96,12 +96,14 @@ def dense_attend(specs: Sequence[KVSpec], lengths: jax.Array, width: int, *, cau
     windows = jnp.asarray([spec.window or width for spec in specs], jnp.int32)
     key = jnp.arange(width, dtype=jnp.int32)[None]
     real = (key < lengths[:, None])[:, None]  # (B, 1, S)
+    shared = {spec.shares for spec in specs} - {None}
+    rows_of: dict[int, tuple[jax.Array, jax.Array | None]] = {}  # of layers that others share
 
     def attend(
         cache: Any,
         layer: int | jax.Array,
         q: jax.Array,
-        k: jax.Array,
+        k: jax.Array | None,
         v: jax.Array | None,
         scale: float,
         *,
@@ -110,6 +112,13 @@ def dense_attend(specs: Sequence[KVSpec], lengths: jax.Array, width: int, *, cau
         slopes: jax.Array | None = None,
         up: jax.Array | None = None,
     ) -> tuple[Any, jax.Array]:
+        if shared:  # then no layers are scanned
+            source = specs[int(layer)].shares
+            if source is not None:
+                k, v = rows_of[source]
+            elif int(layer) in shared and k is not None:
+                rows_of[int(layer)] = k, v
+        assert k is not None
         if up is not None:
             k, v = latent.expanded(k[:, 0], up, q.shape[2] - (k.shape[2] - up.shape[2]))
         v = k[..., : specs[0].value_dim] if v is None else v

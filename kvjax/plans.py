@@ -338,6 +338,8 @@ def _check_eviction(model: Model, config: CacheConfig, packed: int | None) -> No
         raise RequestError("Rows are evicted on one device only so far: load without a mesh, or without eviction.")
     if any(spec.stored.codes is not None for spec in config.specs):
         raise RequestError("Rows of packed codes are not evicted so far: choose another kv_dtype, or no eviction.")
+    if any(spec.shares is not None for spec in config.specs):
+        raise RequestError("Rows that several layers share are not evicted so far: load without eviction.")
     if not config.by_head:
         raise RequestError("Every layer has a window that bounds its rows already: load without eviction.")
 

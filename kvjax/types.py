@@ -35,6 +35,8 @@ class KVSpec:
         "float8_e4m3fn", "float8_e5m2") they are codes, with a float32 scale for each head's row of K and of V; others
         are packed codes. A layer whose window is no longer than the rows in full precision has no codes.
       latent: whether the values are the first `value_dim` numbers of the keys, and not stored again (MLA).
+      shares: an earlier layer whose rows this one reads, having none of its own (cross-layer attention, 2405.12981;
+        Gemma 3n). The other fields are those of that layer.
       twin: whether these are the newest rows, in full precision, of layers that have codes of all rows, too.
     """
 
@@ -44,6 +46,7 @@ class KVSpec:
     window: int | None = None
     storage: str = "bfloat16"
     latent: bool = False
+    shares: int | None = None
     twin: bool = False
 
     def __post_init__(self) -> None:
@@ -60,13 +63,15 @@ class KVSpec:
     def recent(self) -> KVSpec | None:
         """The newest rows in full precision that such a layer keeps, too; None where it keeps none."""
         stored = self.stored
-        if not stored.recent:
+        if not stored.recent or self.shares is not None:
             return None
         return dataclasses.replace(self, window=stored.recent, storage=stored.full, twin=True)
 
     @property
     def row_bytes(self) -> int:
         """Bytes of one token's K and V in one layer, but for those of rows in full precision."""
+        if self.shares is not None:
+            return 0
         codes = self.stored.codes
         if codes is not None:
             per_key, per_value = (packed.BITS[kind] for kind in (codes.key, codes.value))
@@ -181,7 +186,7 @@ class Family(NamedTuple):
       forward: (params, config, tokens (T,), positions (T,), cache, attend) → (cache, hidden (T, D)), the final norm
         applied. `attend(cache, layer, q (T, N, H), k (T, K, H), v (T, K, H), scale) → (cache, out (T, N, H))`, which
         also takes `soft_cap`, `sinks`, `slopes` and `up` as `kvjax.cache.attend` does; v is None where the spec is
-        latent.
+        latent, and k and v are where it shares another layer's rows.
       unembed: (params, config, hidden (T, D)) → logits (T, V) float32.
       gguf: names in llama.cpp's container, or None.
       prefix: what checkpoints saved from the bare transformer leave out at the beginning of names.

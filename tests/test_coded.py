@@ -118,9 +118,11 @@ def meaning(x: np.ndarray, kind: str, group: int, axis: int) -> np.ndarray:
 def whole(model: Model, sequence: Sequence[int]) -> np.ndarray:
     """Logits of every token of a sequence computed at once, in float64, over what the codes mean."""
     specs = model.family.kv_specs(model.config, model.storage)
+    rows_of: dict[int, tuple[jax.Array, jax.Array]] = {}
 
     def attend(cache, layer, q, k, v, scale, *, soft_cap=None, sinks=None, slopes=None, up=None):
         spec = specs[layer]
+        k, v = rows_of[layer] = rows_of[spec.shares] if k is None else (k, v)
         q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
         (S, N), K = q.shape[:2], k.shape[1]
         near = np.arange(S)[:, None] - np.arange(S)[None, :]  # how far back a row is

@@ -71,6 +71,12 @@ class Job:
         return dict(collections.Counter(_with_recent(self.specs)))
 
     @property
+    def readers(self) -> dict[KVSpec, int]:
+        """The same specs, and how many layers read such rows: their own, or another layer's."""
+        owners = (spec if spec.shares is None else self.specs[spec.shares] for spec in self.specs)
+        return dict(collections.Counter(_with_recent(list(owners))))
+
+    @property
     def routing(self) -> Any:
         """Of the experts, or None."""
         return getattr(self.config, "routing", None)
@@ -198,7 +204,8 @@ def ideal_bytes(specs: Sequence[KVSpec], context: int) -> int:
 
 
 def _with_recent(specs: Sequence[KVSpec]) -> list[KVSpec]:
-    return [one for spec in specs for one in (spec, spec.recent) if one is not None]
+    owners = [spec for spec in specs if spec.shares is None]
+    return [one for spec in owners for one in (spec, spec.recent) if one is not None]
 
 
 def visible(spec: KVSpec, context: int) -> int:

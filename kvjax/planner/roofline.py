@@ -71,13 +71,13 @@ def decode(job: Job, size: Size, chip: Chip) -> Time:
     """One step of B slots whose contexts are full."""
     axes, B = size.axes, size.slots
     flops, read = B * _flops_per_token(job, axes, unembedded=True), float(_read(job, axes, B))
-    for spec, layers in job.groups.items():
+    for spec, layers in job.readers.items():
         rows = memory.visible(spec, size.context) / axes.seq
         # A latent row is used as it is: q absorbed the projection.
         flops += layers * B * rows * 2 * memory.query_heads(job, axes) * (spec.key_dim + spec.value_dim)
         read += layers * B * rows * memory.row_bytes(job, axes, spec)
     exchange = _sums(job, axes, chip, B)
-    for spec, layers in job.groups.items():  # partial outputs, each with its log-sum-exp, go to every device
+    for spec, layers in job.readers.items():  # partial outputs, each with its log-sum-exp, go to every device
         partial = B * memory.query_heads(job, axes) * (spec.value_dim + 1) * 4
         exchange += layers * _gather(axes.seq * partial, axes.seq, chip)
     return Time(flops / chip.flops, read / chip.bandwidth, exchange)
@@ -95,7 +95,7 @@ def prefill(job: Job, size: Size, chip: Chip, sequences: int) -> Time:
     flops = tokens / seq * _flops_per_token(job, axes, unembedded=False)
     read, exchange = float(steps * _read(job, axes, T)), steps * _sums(job, axes, chip, T / seq)
     config = memory.cache(job, size)
-    for spec, layers in job.groups.items():
+    for spec, layers in job.readers.items():
         pairs = sequences * _pairs(spec, size.context) / seq  # of a query and a key that it sees
         flops += layers * pairs * _pair_flops(job, axes, spec, T)
         read += layers * pairs / T * memory.row_bytes(job, axes, spec)  # T queries share what is read
