@@ -251,6 +251,8 @@ def _check(model: Model, options: Options, backend: str) -> None:
     kept = dict.fromkeys(spec for s in config.specs for spec in (s, s.recent) if spec is not None)
     for spec in map(config.on_chip, kept):
         lanes, stored = Lanes(spec.kv_heads, spec.key_dim, spec.value_dim, spec.latent), spec.stored
+        if stored.codes is not None and model.eviction is not None:
+            raise RequestError("Rows of packed codes are not evicted so far: choose another kv_dtype, or no eviction.")
         if stored.codes is not None and over["seq"] > 1:
             raise NotImplementedError("packed codes of a sequence that is dealt over chips (mesh axis seq)")
         try:
@@ -336,8 +338,6 @@ def _check_eviction(model: Model, config: CacheConfig, packed: int | None) -> No
         raise RequestError("Beams and embeddings do not evict rows: load the model without eviction.")
     if model.mesh is not None and math.prod(sharding.sizes(model.mesh).values()) > 1:
         raise RequestError("Rows are evicted on one device only so far: load without a mesh, or without eviction.")
-    if any(spec.stored.codes is not None for spec in config.specs):
-        raise RequestError("Rows of packed codes are not evicted so far: choose another kv_dtype, or no eviction.")
     if any(spec.shares is not None for spec in config.specs):
         raise RequestError("Rows that several layers share are not evicted so far: load without eviction.")
     if not config.by_head:

@@ -16,6 +16,8 @@ from test_mesh import mesh_of, over
 from kvjax import cache as kv_cache
 from kvjax import job, plans, storages
 from kvjax.errors import RequestError, UserError
+from kvjax.evicting import Eviction
+from kvjax.eviction import Budget, named
 from kvjax.pallas_kernels import kivi
 from kvjax.pallas_kernels.packed import BITS, grouped
 from kvjax.pallas_kernels.quantize import dequantize, quantize_rows
@@ -167,7 +169,7 @@ def assert_greedy(model: Model, prompts: Sequence[Sequence[int]], found: Sequenc
 
 ORACLE = [
     ("kivi4:recent=32", "tiny_qwen3", "head_major"),
-    ("kivi2/int4:recent=40", "tiny_llama", "joined"),
+    pytest.param("kivi2/int4:recent=40", "tiny_llama", "joined", marks=pytest.mark.slow),
     pytest.param("int4:recent=5", "tiny_mistral", "head_major", marks=pytest.mark.slow),  # a window of more rows
     pytest.param("kivi4/kivi2:recent=33", "tiny_qwen3", "token_major", marks=pytest.mark.slow),
     pytest.param("int4", "gemma2", "head_major", marks=pytest.mark.slow),  # two groups of layers, soft cap
@@ -184,6 +186,7 @@ def test_a_token_sees_the_newest_rows_as_they_are_and_codes_of_the_others(storag
     assert_greedy(model, PROMPTS, found)
 
 
+@pytest.mark.slow
 def test_rotated_keys_give_what_keys_give():
     """In full precision the rotation changes nothing but rounding; in codes it changes the codes."""
     exact = tokens(coded("float32"), PROMPTS, GREEDY, rows=32)
@@ -198,7 +201,7 @@ def alone(model: Model, params: SamplingParams) -> list[list[int]]:
 @pytest.mark.parametrize(
     "options",
     [
-        {"packed": 16, "slots": 2},
+        pytest.param({"packed": 16, "slots": 2}, marks=pytest.mark.slow),
         pytest.param({"rows": 64}, marks=pytest.mark.slow),
         pytest.param({"share_prefixes": False}, marks=pytest.mark.slow),
         pytest.param({"backend": "reference"}, marks=pytest.mark.slow),
@@ -231,6 +234,7 @@ def test_prefixes_and_preemption(monkeypatch):
     assert [done[i] for i in range(len(asked))] == want
 
 
+@pytest.mark.slow
 def test_scanned_layers():
     model = coded("kivi4:recent=32")
     assert tokens(coded("kivi4:recent=32", stacked=True), PROMPTS, GREEDY, rows=32) == tokens(
@@ -255,6 +259,9 @@ def test_what_codes_do_not_fit_is_said_at_once():
         outputs(coded("kivi4", "tiny_llama"), prompt, rows=32)
     with pytest.raises(RequestError, match="latent pages have no packed codes"):
         outputs(coded("int4", "deepseek_v3"), prompt, rows=32)
+    evicting = Eviction(named("knorm"), Budget(rows=8))
+    with pytest.raises(RequestError, match="Rows of packed codes are not evicted so far"):
+        outputs(dataclasses.replace(coded("kivi4:recent=32"), eviction=evicting), prompt)
     model = coded("kivi4:recent=32", stacked=True)
     with pytest.raises(RequestError, match="packed codes of a sequence that is dealt over chips"):
         outputs(over(model, mesh_of(seq=2)), prompt, rows=32)

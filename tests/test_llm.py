@@ -177,7 +177,7 @@ def test_refuses_mismatched_parameters(llm):
     [
         ({"layers": "folded"}, "layers is 'folded'"),
         ({"dtype": "int99"}, "dtype 'int99' is not implemented"),
-        ({"kv_dtype": "int4"}, "kv_dtype 'int4' is not implemented"),
+        ({"kv_dtype": "int3"}, "cannot be stored as 'int3'"),
         ({"context": -1}, "context is -1"),
         ({"slotz": 3}, "load does not take slotz"),
         ({"slots": 0}, "slots is 0"),

@@ -22,7 +22,7 @@ from kvjax import state as engine_state
 from kvjax.checkpoints.source import TensorSource
 from kvjax.cli.app import app
 from kvjax.cli.plan import model_of
-from kvjax.errors import ModelError, RequestError
+from kvjax.errors import ModelError, RequestError, UserError
 from kvjax.planner import CONFIGS, Axes, MemoryAccount, memory, named, report, roofline
 from kvjax.planner.chips import CHIPS, parse_chips
 from kvjax.planner.meshes import candidates, parse_mesh
@@ -501,10 +501,10 @@ def test_arguments_of_the_api():
     model = named_model("gpt2")
     for wrong, said in (
         ({"batch": 0}, "batch is 0"), ({"rows": 0}, "rows is 0"), ({"packed": 0}, "packed is 0"),
-        ({"batch": 1 << 21}, "at most 1048576"), ({"storage": "int3"}, "kv is 'int3'"),
+        ({"batch": 1 << 21}, "at most 1048576"), ({"storage": "int3"}, "cannot be stored as 'int3'"),
         ({"dtype": "int8"}, "dtype is 'int8'"),
     ):  # fmt: skip
-        with pytest.raises(RequestError, match=said):
+        with pytest.raises(UserError, match=said):
             planner.plan(model, **wrong)
     with pytest.raises(dataclasses.FrozenInstanceError):
         planner.plan(model).batch = 2  # type: ignore[misc]
@@ -522,3 +522,25 @@ def test_the_api_example_in_the_docs(capsys):
     text = (pathlib.Path(__file__).parent.parent / "docs" / "scale.md").read_text()
     exec(re.findall(r"```python\n(.*?)```", text, re.S)[0], {})
     assert re.fullmatch(r"(True|False) seq=\d+,model=\d+ \d+ \d+ \d\.\d+\n", capsys.readouterr().out)
+
+
+def test_packed_codes_with_their_newest_rows_in_full_precision():
+    """Llama 3.1 70B in KIVI's 4 bits: 320 bytes a row of two heads on a chip, and a window of 128 rows in bfloat16."""
+    found = planner.plan(model_of("llama-3.1-70b"), context="128k", chips="v5p:4", storage="kivi4")
+    codes, recent = found.groups
+    assert found.axes.seq == 1 and found.axes.model == 4
+    assert (codes.row_bytes, codes.scales, codes.layers, codes.rows) == (2 * 2 * (64 + 16), 2 * 2 * 16, 80, 131072)
+    assert (recent.row_bytes, recent.spec.window, recent.rows) == (2 * 2 * 128 * 2, 128, 384)
+    assert found.bytes_per_token == 80 * 8 * 2 * (64 + 16)
+    for what, how, said in (
+        (
+            "llama-3.1-70b",
+            {"storage": "kivi4", "mesh": "seq=2,model=2"},
+            "Packed codes are not dealt over the axis seq",
+        ),
+        ("deepseek-v3", {"storage": "int4"}, "latent pages have no packed codes"),
+        ("llama-3.1-70b", {"storage": "kivi4", "rows": 16}, "do not hold whole groups of 32 rows"),
+        ("llama-3.1-70b", {"storage": "kivi3"}, "'kivi3' is not one of"),
+    ):
+        with pytest.raises(UserError, match=said):
+            planner.plan(model_of(what), context="128k", chips="v5p:4", **how)

@@ -17,6 +17,7 @@ from typing import Any
 
 from kvjax import storages
 from kvjax.errors import RequestError
+from kvjax.pallas_kernels import Lanes
 from kvjax.planner import memory, roofline
 from kvjax.planner.chips import CHIPS, Chip, Slice, parse_chips
 from kvjax.planner.compiled import compile_for
@@ -174,6 +175,10 @@ def plan(
         axes = found[0].axes
     else:
         axes = parse_mesh(mesh, where.devices)
+        if axes.seq > 1 and _packed_codes(job):
+            raise RequestError(
+                f"Packed codes are not dealt over the axis seq: give a mesh without it, or not {storage}."
+            )
     size, chip = Size(axes, tokens, batch), where.chip
     account = memory.account(job, size, chip.platform)
     groups = memory.kv_groups(job, size)
@@ -224,15 +229,28 @@ def job_of(model: Model, chip: Chip, storage: str, dtype: str, rows: int | None 
         raise RequestError(f"dtype is {dtype!r}: give one of {', '.join(storages.FLOATS)}.")
     storage = storages.resolve(storage, dtype)
     tpu = chip.platform == "tpu"
+    specs, layout = model.family.kv_specs(model.config, storage), "joined" if tpu else "token_major"
+    rows = rows or (128 if tpu and storages.parse(storage).dtype.itemsize == 1 else 64)
+    for spec in dict.fromkeys(specs):
+        if spec.stored.codes is not None:
+            lanes = Lanes(spec.kv_heads, spec.key_dim, spec.value_dim, spec.latent)
+            try:
+                spec.stored.codes.check(rows, lanes, layout)
+            except (NotImplementedError, ValueError) as error:
+                raise RequestError(f"K and V cannot be stored as {storage}: {error}.") from error
     return Job(
-        specs=model.family.kv_specs(model.config, storage),
+        specs=specs,
         params=memory.params_of(model.family.abstract(model.config)),
         config=model.config,
         dtype=dtype,
-        rows=rows or (128 if tpu and storages.parse(storage).dtype.itemsize == 1 else 64),
-        layout="joined" if tpu else "token_major",
+        rows=rows,
+        layout=layout,
         packed=packed,
     )
+
+
+def _packed_codes(job: Job) -> bool:
+    return any(spec.stored.codes is not None for spec in job.specs)
 
 
 def suggestions(job: Job, where: Slice, context: int, batch: int) -> tuple[Suggestion, ...]:
@@ -241,8 +259,8 @@ def suggestions(job: Job, where: Slice, context: int, batch: int) -> tuple[Sugge
     Behind them those that do not fit, the smallest first.
     """
     experts = job.routing.experts if job.routing is not None else 0
-    # The kernels of GPUs do not read sequences that are dealt over the axis `seq`.
-    parts = -(-context // job.rows) if where.chip.platform == "tpu" else 1
+    # The kernels of GPUs do not read sequences that are dealt over the axis `seq`, nor any kernel dealt codes.
+    parts = -(-context // job.rows) if where.chip.platform == "tpu" and not _packed_codes(job) else 1
     shapes = candidates(where.devices, heads=job.config.heads, experts=experts, batch=batch, parts=parts)
     found = [_suggestion(job, where, Size(axes, context, batch)) for axes in shapes or (Axes(model=where.devices),)]
     fastest = min((one.times.token.total for one in found if one.fits), default=1.0)
