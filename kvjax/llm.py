@@ -16,7 +16,7 @@ from kvjax import beam, embedding, job, processes, stops, storages
 from kvjax.cache_control import pins, without_marks
 from kvjax.checkpoints.place import load_model
 from kvjax.checkpoints.resolve import open_checkpoint
-from kvjax.errors import ModelError, RequestError
+from kvjax.errors import ModelError, RequestError, UserError
 from kvjax.eviction_options import eviction_of
 from kvjax.job import Output, Report, TokenLogprob
 from kvjax.models import FAMILIES, config_of, family_of
@@ -515,10 +515,10 @@ def _float_type(name: str, dtype: Any) -> Any:
 
 def _storage(kv_dtype: Any, dtype: str) -> str:
     """The storage of K and V, its name in full."""
-    if isinstance(kv_dtype, str):
-        return storages.resolve(str(kv_dtype), dtype)
     try:
-        return storages.resolve(jnp.dtype(kv_dtype or dtype).name, dtype)
+        return storages.resolve(kv_dtype if isinstance(kv_dtype, str) else jnp.dtype(kv_dtype or dtype).name, dtype)
+    except UserError as error:
+        raise ModelError(str(error)) from None
     except TypeError:
         known = ", ".join(storages.NAMES)
         raise ModelError(f"kv_dtype is {kv_dtype!r}: give a name out of {known}, or a dtype.") from None

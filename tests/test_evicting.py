@@ -16,9 +16,11 @@ import numpy as np
 import pytest
 from engines import tiny
 from test_families import model_of
+from test_program import compile_run, copies_as_large_as, within_the_loop
 
 from kvjax import cache as kv_cache
 from kvjax import job, plans, reading, snapshots
+from kvjax import state as engine_state
 from kvjax.cache import LEDGER, CacheConfig
 from kvjax.errors import ModelError, RequestError, UserError
 from kvjax.evicting import NEVER, Eviction, claims
@@ -29,6 +31,7 @@ from kvjax.pallas_kernels import AttentionSpec, Lanes, init_pages, paged_attenti
 from kvjax.pallas_kernels import joined as joined_store
 from kvjax.plans import Model, Options
 from kvjax.sampling_params import SamplingParams
+from kvjax.stops import no_stops
 from kvjax.types import KVSpec
 
 R = 4
@@ -394,6 +397,24 @@ def test_scanned_layers_read_and_evict_alike(name):
     scanned = dataclasses.replace(tiny("tiny_llama", stacked=True), eviction=model.eviction)
     found = engines.tokens(scanned, PROMPTS, SOME, rows=R, slots=2, packed=16)
     assert found == [expected(model, prompt, 12) for prompt in PROMPTS]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["by slot", "expected", "pages"])
+def test_the_loop_copies_nothing_of_the_heads(name):
+    """Neither pages, nor moments, nor bounds: each layer writes into what the one before has read."""
+    policy, options = (CASES | READING)[name]
+    model = evicting(policy, **options)
+    shapes = plans.plan(model, engines.requests([[1] * 200] * 4, SOME), Options(rows=16, slots=4, packed=16))
+    program = plans.program_of(model, shapes.cache, share=shapes.share)
+    automata = jnp.asarray(no_stops(model.config.vocab))
+    state = jax.eval_shape(lambda: engine_state.init(program, automata, rows=shapes.queue))
+    (heads,) = state.cache.by_head
+    hlo = within_the_loop(compile_run(program, model.params, state, 16).as_text())
+    for x in jax.tree.leaves(heads.kv):
+        assert x.ndim == 1 or f"[{','.join(map(str, x.shape))}]" in hlo
+    large = min(x.size for x in jax.tree.leaves(heads.kv) if x.ndim > 2)
+    assert copies_as_large_as(hlo, large) == []
 
 
 @pytest.mark.slow

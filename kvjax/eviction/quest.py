@@ -53,10 +53,9 @@ def add_keys(bounds: jax.Array, keys: jax.Array, page: jax.Array, row: jax.Array
 
     A page begins anew with its row 0, which is written no later than the others.
     """
-    begun = jnp.where(row == 0, page, bounds.shape[0])
-    nothing = jnp.asarray([jnp.inf, -jnp.inf], bounds.dtype)[None, :, None]
-    bounds = bounds.at[begun].set(jnp.broadcast_to(nothing, (page.shape[0], *bounds.shape[1:])), mode="drop")
-    keys = keys.astype(bounds.dtype)
+    begun, keys = jnp.where(row == 0, page, bounds.shape[0]), keys.astype(bounds.dtype)
+    # Of the keys, not of infinities: so this waits until the layer before has read its bounds, and nothing is copied.
+    bounds = bounds.at[begun].set(jnp.stack([keys, keys], axis=1), mode="drop")
     return bounds.at[page, 0].min(keys, mode="drop").at[page, 1].max(keys, mode="drop")
 
 
