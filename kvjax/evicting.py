@@ -447,6 +447,10 @@ def attend(
             max_query=placement.max_query,
         )  # fmt: skip
         kv = kv.replace(weights=weights, seen=seen)
+        # The next layer writes into the pages that this pass reads. It waits for `out`, so `out` waits for the pass:
+        # else the CPU's compiler copies all pages, in every layer. A barrier it drops; that counts are never negative
+        # it cannot know.
+        out = jnp.where(seen[0, 0] >= 0, out, jnp.zeros_like(out))
     return cache.replace(kv=kv), out
 
 

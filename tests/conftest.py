@@ -52,8 +52,8 @@ def _release_programs():
 
 LONG = (
     "test_engine", "test_evicting", "test_paged_attention", "test_llm", "test_tpu_kernels", "test_families",
-    "test_beam", "test_models", "test_cli", "test_program", "test_windows", "test_coded", "test_evaluation", "test_mesh",
-    "test_smollm2", "test_shared_layers", "test_scheduler", "test_docs",
+    "test_beam", "test_models", "test_cli", "test_program", "test_windows", "test_coded", "test_evaluation",
+    "test_mesh", "test_smollm2", "test_shared_layers", "test_scheduler", "test_docs",
 )  # fmt: skip
 """Files that take minutes: whoever gets one last keeps the other processes waiting."""
 

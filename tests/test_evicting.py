@@ -400,7 +400,7 @@ def test_scanned_layers_read_and_evict_alike(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["by slot", "expected", "pages"])
+@pytest.mark.parametrize("name", ["by slot", "expected", "pages", "h2o, pyramid"])
 def test_the_loop_copies_nothing_of_the_heads(name):
     """Neither pages, nor moments, nor bounds: each layer writes into what the one before has read."""
     policy, options = (CASES | READING)[name]
