@@ -178,7 +178,7 @@ def _with_full_groups(
         """Groups (W,) of slots (W,), B for none."""
         here, own = slot < B, jnp.minimum(slot, B - 1)
         column = jnp.clip(number * G // R, 0, config.pages_per_slot - 1)
-        source, target = (table.pages[own, column] + offset for table, offset in zip(tables, offsets, strict=True))
+        target, source = (table.pages[own, column] + offset for table, offset in zip(tables, offsets, strict=True))
         rows = number[:, None] * G % R + within[None, :]  # (W, G)
         k, v = (
             jnp.take_along_axis(x, rows[..., None, None], axis=1).reshape(-1, *x.shape[2:])

@@ -16,6 +16,7 @@ from test_mesh import mesh_of, over
 from kvjax import cache as kv_cache
 from kvjax import job, plans, storages
 from kvjax.errors import RequestError, UserError
+from kvjax.evaluation import scoring
 from kvjax.evicting import Eviction
 from kvjax.eviction import Budget, named
 from kvjax.pallas_kernels import kivi
@@ -180,10 +181,23 @@ ORACLE = [
 
 @pytest.mark.parametrize(("storage", "name", "layout"), ORACLE)
 def test_a_token_sees_the_newest_rows_as_they_are_and_codes_of_the_others(storage, name, layout):
-    """Prompts in chunks of 16 beside others' outputs, in pages of 32."""
+    """Prompts in chunks of 16 beside others' outputs, in pages of 32. Without an index, pages that come back are taken
+    at once, and those of codes and of rows in full precision have other numbers."""
     model = coded(storage, name)
-    found = tokens(model, PROMPTS, GREEDY, packed=16, slots=2, rows=32, layout=layout)
-    assert_greedy(model, PROMPTS, found)
+    how = {"packed": 16, "slots": 2, "rows": 32, "layout": layout, "share_prefixes": False}
+    assert_greedy(model, PROMPTS, tokens(model, PROMPTS, GREEDY, **how))
+
+
+def test_a_text_is_scored_in_chunks_as_at_once():
+    model, text = coded("kivi4:recent=32"), PROMPTS[2]
+    logits = jax.nn.log_softmax(jnp.asarray(whole(model, text)), axis=-1)
+    want = np.asarray(logits)[np.arange(len(text) - 1), text[1:]]
+    found = scoring.logprobs(model, [text], Options(rows=32), chunk=32)
+    np.testing.assert_allclose(found.logprobs[0], want, rtol=1e-5, atol=2e-5)
+    config = plans.cache_config(model, 1, len(text), Options(rows=32), 32)
+    codes, full = (config.bytes_of(group) for group in (0, 1))
+    assert found.peak == 4 * codes + 2 * full  # of 100 rows, and of the newest 32 before pages went
+    assert found.bytes_per_token == (4 * codes + 2 * full) / len(text)
 
 
 @pytest.mark.slow
