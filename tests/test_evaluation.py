@@ -421,8 +421,8 @@ def invoke(*args):
 def test_the_command_compares_storages(folder, llm, tmp_path):
     out, lines, text = tmp_path / "out.json", tmp_path / "lines.jsonl", tmp_path / "text.txt"
     text.write_text("bado fuga " * 20)
-    how = ("--text", text, "--window", 64, "--lengths", "512", "--depths", 2, "--samples", 1, "--kv", "float32,int8")
-    how = (folder, "--context", 2048, "--layers", "scanned", "--tasks", "perplexity,needle,words", *how)
+    size = ("--text", text, "--window", 64, "--lengths", "512", "--depths", 2, "--samples", 1, "--kv", "float32,int8")
+    how = (folder, "--context", 2048, "--layers", "scanned", "--tasks", "perplexity,needle,words", *size)
     result = invoke(*how, "--json", out, "--lines", lines)
     assert result.exit_code == 0
     # Once more: everything is in the file already.
