@@ -165,7 +165,7 @@ def plot(one: Comparison, path: pathlib.Path) -> None:
     """Writes a PNG: perplexity and retrieval against the bytes at the peak, a line a policy."""
     panels: list[tuple[str, Callable[[Result], float | None]]] = []
     if one.full.perplexity is not None:
-        panels.append(("perplexity", lambda r: r.perplexity and r.perplexity.perplexity))
+        panels.append(("perplexity", lambda r: r.perplexity.perplexity if r.perplexity else None))
     if one.full.cells:
         panels.append(("retrieval, %", lambda r: 100 * (r.score() or 0.0)))
     figure = report.figure_class()(figsize=(6.5 * len(panels), 4.5), layout="constrained")
