@@ -396,11 +396,13 @@ def plot(lines: Sequence[dict[str, Any]], path: pathlib.Path) -> None:
     panels = [(label, name) for label, name in panels if lines[0].get(name) is not None]
     figure = report.figure_class()(figsize=(5.5 * len(panels), 4.5), layout="constrained")
     for axis, (label, name) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
-        for policy in dict.fromkeys(line["policy"] for line in lines[1:]):
+        for number, policy in enumerate(dict.fromkeys(line["policy"] for line in lines[1:])):
             some = [line for line in lines if line["policy"] in (policy, "none") and line.get(name) is not None]
             some.sort(key=lambda line: line["keep"])
             values = [math.exp(line[name]) if name == "nats" else 100 * _mean(line[name]) for line in some]
-            axis.plot([100 * line["keep"] for line in some], values, ".-", label=policy, alpha=0.8)
+            axis.plot(
+                [100 * line["keep"] for line in some], values, ".-" if number < 10 else ".--", label=policy, alpha=0.8
+            )
         axis.set(xlabel="rows of each head that stay, %", ylabel=label)
         axis.grid(alpha=0.3)
         if name == "nats":  # what forgets the beginning is tens of times off, and would flatten all the others
