@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import json
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from kvjax.errors import RequestError
@@ -63,7 +64,7 @@ def read(paths: Sequence[pathlib.Path]) -> list[Comparison]:
 def table(one: Comparison) -> str:
     """A line a variant; columns of what was measured."""
     full = one.full
-    columns = [
+    columns: list[tuple[str, Callable[[Result], str]]] = [
         ("K and V", _name),
         ("pages at the peak, MiB", lambda r: f"{_peak(r) / MIB:.1f}"),
         ("of the first", lambda r: f"{_peak(r) / _peak(full):.1%}"),
@@ -75,10 +76,10 @@ def table(one: Comparison) -> str:
             ("change", lambda r: _change(r, full)),
         ]
     if full.cells:
-        columns += [("retrieval", lambda r: _percent(r.score(), full)), ("of the first", lambda r: _share(r, full))]
+        columns += [("retrieval", lambda r: _percent(r.score())), ("of the first", lambda r: _share(r, full))]
         if one.blind:
             columns += [("blind, of the first", lambda r: _share(one.blind.get(r.variant), full))]
-        columns += [(kind, lambda r, kind=kind: _percent(r.score(kind), full)) for kind in _kinds(full)]
+        columns += [(kind, functools.partial(_of_kind, kind)) for kind in _kinds(full)]
     if full.usage is not None and full.usage.cpu_seconds > 0:
         columns += [("tokens/s", lambda r: _speed(r))]
     rows = [[of(result) for _, of in columns] for result in one.results.values()]
@@ -132,13 +133,17 @@ def _change(result: Result, full: Result) -> str:
     return f"{result.perplexity.perplexity / full.perplexity.perplexity - 1:+.2%}"
 
 
-def _percent(score: float | None, full: Result) -> str:
+def _percent(score: float | None) -> str:
     return "" if score is None else f"{100 * score:.0f}"
+
+
+def _of_kind(kind: str, result: Result) -> str:
+    return _percent(result.score(kind))
 
 
 def _share(result: Result | None, full: Result) -> str:
     """The score over that of the full cache."""
-    score, best = result and result.score(), full.score()
+    score, best = None if result is None else result.score(), full.score()
     return "" if score is None or not best else f"{score / best:.0%}"
 
 
@@ -157,10 +162,10 @@ def _markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def plot(one: Comparison, path: pathlib.Path) -> None:
-    """Writes a PNG: perplexity and retrieval against the bytes that a token takes, a line a policy."""
-    panels = []
+    """Writes a PNG: perplexity and retrieval against the bytes at the peak, a line a policy."""
+    panels: list[tuple[str, Callable[[Result], float | None]]] = []
     if one.full.perplexity is not None:
-        panels.append(("perplexity", lambda r: r.perplexity and r.perplexity.perplexity))
+        panels.append(("perplexity", lambda r: r.perplexity.perplexity if r.perplexity else None))
     if one.full.cells:
         panels.append(("retrieval, %", lambda r: 100 * (r.score() or 0.0)))
     figure = report.figure_class()(figsize=(6.5 * len(panels), 4.5), layout="constrained")
@@ -169,13 +174,13 @@ def plot(one: Comparison, path: pathlib.Path) -> None:
             some = [r for v, r in one.results.items() if v.policy == policy and value(r) is not None]
             if policy != "none":  # its line begins at the cache that keeps every row
                 some = [one.full, *some]
-            some.sort(key=lambda r: r.bytes_per_token)
+            some.sort(key=_peak)
             style = "o" if policy == "none" else ".-"
-            axis.plot([r.bytes_per_token / 1024 for r in some], list(map(value, some)), style, label=policy, alpha=0.8)
+            axis.plot([_peak(r) / MIB for r in some], list(map(value, some)), style, label=policy, alpha=0.8)
             for result in some if policy == "none" else ():
-                where = result.bytes_per_token / 1024, value(result)
+                where = _peak(result) / MIB, value(result)
                 axis.annotate(result.variant.kv, where, xytext=(4, 4), textcoords="offset points", fontsize=8)
-        axis.set(xlabel="K and V, KiB a token", ylabel=label)
+        axis.set(xlabel="pages of K and V at the peak, MiB", ylabel=label)
         axis.set_xlim(left=0)
         axis.grid(alpha=0.3)
     axis.legend(fontsize=8)

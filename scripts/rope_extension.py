@@ -66,7 +66,8 @@ def _plain(llm: LLM, text: str) -> list[int]:
 
 def measured(rope: str, length: int, step: int) -> dict[str, Any]:
     """One scaling, as JSON: nats a token by position, in parts of `step` tokens, and the answers by depth."""
-    llm = kvjax.load(rope=rope, layers="scanned", **({"context": length} if rope == "default" else {}))
+    # Scaled, the model serves the trained length times the factor; else no more than that, unless told to.
+    llm = kvjax.load(rope=rope, layers="scanned", context=length if rope == "default" else None)
     ids, before, spans = text_of(llm, length)
     began, cpu_began = time.perf_counter(), time.process_time()
     found = scoring.logprobs(llm.model, [ids]).logprobs[0].astype(np.float64)
