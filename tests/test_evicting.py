@@ -238,7 +238,7 @@ CASES: dict[str, tuple[Policy, dict[str, Any]]] = {
     "snapkv, adakv": (named("snapkv", window=4), {"share": 0.5, "heads": "adakv"}),
 }
 """A policy of each kind: what it watches, when it evicts, and how its budget is divided."""
-SLOW = ("tova", "observed", "knorm", "by slot, few", "expected, adakv")
+SLOW = ("tova", "observed", "knorm", "streaming", "by slot, few", "expected", "expected, adakv")
 
 
 @pytest.mark.parametrize(
@@ -273,6 +273,7 @@ def test_places_as_positions_in_other_families(name):
     assert (found(by_slot, 9) == found(kept, 9)) == (name == "gpt2")
 
 
+@pytest.mark.slow
 def test_layers_without_rope_expect_queries_as_they_are():
     """SmolLM3 leaves RoPE out in some layers, which share pages with the others."""
     what = Eviction(named("expected_attention", sinks=1, future=16), Budget(share=0.4), every=5)
@@ -326,7 +327,7 @@ def test_rows_left_by_expected_attention_are_those_of_kvpress():
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] if name == "rows, in all layers" else []) for name in READING]
+    "name", [pytest.param(name, marks=[] if name == "pages" else [pytest.mark.slow]) for name in READING]
 )
 def test_reading_some_pages_is_reading_those_rows(name):
     """Quest against masks over plain arrays; every prompt alone computes the same."""
@@ -606,6 +607,7 @@ def test_little_memory_gives_the_same_tokens():
     assert found == [expected(model, prompt, 12) for prompt in PROMPTS]
 
 
+@pytest.mark.slow
 def test_codes_stay_the_codes_that_they_are():
     """int8 rows are moved with their scales, and never quantized again."""
     model = evicting(named("window"), storage="int8", rows=8, every=4)
@@ -618,6 +620,7 @@ def test_codes_stay_the_codes_that_they_are():
 
 
 # --- what cannot be ---------------------------------------------------------------------------------------------
+@pytest.mark.slow
 def test_a_budget_that_is_never_reached_changes_nothing():
     model = evicting(named("h2o"), rows=64)
     assert engines.tokens(model, PROMPTS, SOME) == engines.tokens(tiny("tiny_llama"), PROMPTS, SOME)
@@ -675,7 +678,7 @@ def test_the_rest_of_a_prompt_meets_what_is_left_of_its_beginning():
     assert found != engines.tokens(model, PROMPTS, SOME, rows=R, slots=2, packed=16)
 
 
-@pytest.mark.parametrize("name", ["tiny_llama", "tiny_mistral"])
+@pytest.mark.parametrize("name", ["tiny_llama", pytest.param("tiny_mistral", marks=pytest.mark.slow)])
 def test_a_snapshot_goes_on_with_what_was_left(name, tmp_path):
     """Heads' pages and lengths, and the pages of windows, are part of the state; another eviction is another model."""
     model = evicting(named("h2o"), rows=10, every=4) if name == "tiny_llama" else tiny(name)
