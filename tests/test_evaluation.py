@@ -391,6 +391,32 @@ def test_the_mean_of_scores_weighs_tasks_alike():
     assert result.score() == pytest.approx(0.8) and result.score("b") == 0.2 and result.score("c") is None
 
 
+def test_policies_that_need_no_share_are_compared_once():
+    names = [v.name for v in variants.compared(["float32", "int8"], ["knorm", "quest:pages=4"], [0.5, 0.25])]
+    assert names == [
+        "float32", "int8", "float32 knorm 0.5", "float32 knorm 0.25", "float32 quest:pages=4 1", "int8 knorm 0.5",
+        "int8 knorm 0.25", "int8 quest:pages=4 1",
+    ]  # fmt: skip
+
+
+def test_quest_reads_few_pages_behind_the_place(llm):
+    """All pages that there are change nothing; three of 8 rows do, and only behind the tokens before the place."""
+    text = [(7 * i * i + 3) % 200 + 3 for i in range(96)]
+
+    def found(kv: variants.Variant) -> np.ndarray:
+        return scoring.logprobs(kv.of(llm).model, [text], Options(rows=8), chunk=32, compress_at=64).logprobs[0]
+
+    exact, all_pages, few = (
+        found(v) for v in (variants.Variant("float32"), *(variants.Variant("float32", p) for p in QUESTS))
+    )
+    np.testing.assert_allclose(all_pages, exact, atol=1e-4)
+    np.testing.assert_allclose(few[:64], exact[:64], atol=1e-4)
+    assert np.abs(few[64:] - exact[64:]).max() > 1e-2
+
+
+QUESTS = "quest:pages=12,dense=0", "quest:pages=3,dense=0"
+
+
 def test_variants_that_there_are_not(llm):
     for variant, word in (
         (variants.Variant("int3"), "cannot be stored as 'int3'"),

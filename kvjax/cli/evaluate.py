@@ -74,8 +74,7 @@ def evaluate(
         report.figure_class()  # now, not after hours of work
     asked = tuple(kind for kind in kinds if kind != _PERPLEXITY)
     grid = variants.Grid(asked, sizes, depths, samples, seed, chat, not blind) if asked else None
-    compared = [variants.Variant(storage) for storage in storages]
-    compared += [variants.Variant(kv, policy, share) for kv in storages for policy in evict or () for share in budgets]
+    compared = variants.compared(storages, evict or (), budgets)
     for variant in compared:
         variant.check()
     with status("loading"):

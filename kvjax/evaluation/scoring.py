@@ -78,6 +78,7 @@ def score(
     cache: Cache,
     chunk: Chunk,
     evict: jax.Array,
+    context: jax.Array,
     *,
     most: int,
     after: After | None = None,
@@ -90,6 +91,7 @@ def score(
       cache: with room for the chunk's tokens.
       chunk: the tokens.
       evict: () bool; whether rows are evicted when the chunk is in the cache, if the program evicts any.
+      context: () int32 tokens of a text after which rows are evicted, or few are read (Quest), NEVER for none.
       most: static; most tokens that a text has in a chunk.
       after: applied to the cache when the chunk is in it.
 
@@ -107,7 +109,7 @@ def score(
     placement = Placement(chunk.slots, rows, chunk.row_starts, most)
     if program.cache.eviction is not None:
         cuts = jnp.where(evict, chunk.seen + tokens, NEVER)
-        placement = placement.replace(positions=chunk.positions, cuts=cuts)
+        placement = placement.replace(positions=chunk.positions, cuts=cuts, context=jnp.full_like(tokens, context))
     cache, hidden = engine.compute(program, params, cache, chunk.ids, placement, chunk.positions)
     before = pages_in_use(cache)
     cache = kv_cache.trim(program.cache, cache, held, now)
@@ -231,7 +233,8 @@ def _batch(
         here = compress_at in (None, end)
         chunk = _packed(texts, begin, end, program.cache.slots, width)
         evict, now = np.bool_(here), after if here else None
-        cache, values, pages = score(program, params, cache, chunk, evict, most=width, after=now)
+        context = np.int32(NEVER if compress_at is None else compress_at)
+        cache, values, pages = score(program, params, cache, chunk, evict, context, most=width, after=now)
         parts.append((chunk, values))
         used.append(pages)
     found = [np.zeros((len(text) - 1,), np.float32) for text in texts]

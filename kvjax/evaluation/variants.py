@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 import jax.numpy as jnp
 
 from kvjax import plans, storages
-from kvjax.errors import RequestError
+from kvjax.errors import RequestError, UserError
 from kvjax.evaluation import answering, scoring, tasks
 from kvjax.evaluation.perplexity import Perplexity, perplexity
 from kvjax.evaluation.tasks import Task
@@ -29,7 +29,7 @@ class Variant:
     Attributes:
       kv: how rows are stored (`kvjax.storages`).
       policy: which rows are evicted, as `kvjax.load(evict=…)` has it; "none" keeps all.
-      budget: the share of the rows that is kept.
+      budget: the share of the rows that is kept; 1.0 for a policy that says itself what is kept or read.
     """
 
     kv: str
@@ -51,7 +51,9 @@ class Variant:
 
     def eviction(self) -> Eviction | None:
         """What is evicted. Raises ModelError."""
-        return None if self.policy == "none" else eviction_of(self.policy, float(self.budget))
+        if self.policy == "none":
+            return None
+        return eviction_of(self.policy, None if self.budget == 1.0 else float(self.budget))
 
     def of(self, llm: LLM) -> LLM:
         """The model with K and V kept so; parameters are shared."""
@@ -61,6 +63,21 @@ class Variant:
         # Texts and tasks begin alike by chance only; what the index kept of those that ended would count as in use.
         options = dataclasses.replace(llm.options, share_prefixes=False)
         return LLM(model, llm.tokenizer, options, llm.description)
+
+
+def compared(kvs: Sequence[str], policies: Sequence[str], shares: Sequence[float]) -> list[Variant]:
+    """Every storage alone, then with every policy: with each share of the rows, or once, if it needs none."""
+
+    def of_policy(kv: str, policy: str) -> list[Variant]:
+        own = Variant(kv, policy)
+        try:
+            own.eviction()
+        except UserError:  # most need one; what else is wrong each of them says again
+            return [Variant(kv, policy, share) for share in shares]
+        return [own]
+
+    with_policies = [variant for kv in kvs for policy in policies for variant in of_policy(kv, policy)]
+    return [*map(Variant, kvs), *with_policies]
 
 
 @dataclasses.dataclass(frozen=True)
