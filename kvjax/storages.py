@@ -113,10 +113,12 @@ def _options(name: str, options: str) -> dict[str, int]:
 
 @functools.cache
 def parse(name: str) -> Storage:
-    """What a name in full (`resolve`) means."""
+    """What a name in full (`resolve`) means. Raises UserError for another."""
     kinds, _, text = name.partition(":")
     key, apart, value = kinds.partition("/")
     if not apart:
+        if text or key not in (*FLOATS, *CODES_OF_8_BITS, "int4"):
+            raise UserError(f"{name!r} is no storage's name in full: give what kvjax.storages.resolve makes of it.")
         return Storage(jnp.dtype(key))
     options = dict(option.partition("=")[::2] for option in text.split(",") if option)
     return Storage(

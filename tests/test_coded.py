@@ -79,6 +79,11 @@ def test_names_that_mean_nothing(name, said):
         storages.resolve(name, "float32")
 
 
+def test_a_spec_wants_names_in_full():
+    with pytest.raises(UserError, match="^'kivi4' is no storage's name in full"):
+        KVSpec(8, 128, 128, None, "kivi4")
+
+
 # --- bytes ----------------------------------------------------------------------------------------------------
 BYTES = {  # of a row of 8 heads of 128 numbers, K and V; bfloat16 has 4096
     "int4": (2 * 8 * 64 + 2 * 8 * 4, 3.76),
