@@ -80,7 +80,7 @@ def test_names_that_mean_nothing(name, said):
 
 
 def test_a_spec_wants_names_in_full():
-    with pytest.raises(UserError, match="^'kivi4' is no storage's name in full"):
+    with pytest.raises(UserError, match=r"^'kivi4' is no storage's name in full"):
         KVSpec(8, 128, 128, None, "kivi4")
 
 
