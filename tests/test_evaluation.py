@@ -472,7 +472,7 @@ def test_the_command_compares_storages(folder, llm, tmp_path):
     "args, word",
     [
         (("--tasks", "needles"), "--tasks has 'needles'"),
-        (("--kv", "int8,int3"), "--kv has 'int3'"),
+        (("--kv", "int8,int3"), "cannot be stored as 'int3'"),
         (("--lengths", "1k"), "--lengths has '1k'"),
         (("--text", "/no/such/file"), "/no/such/file cannot be read"),
         (("--json", "/no/such/folder/out.json"), "cannot be written"),
