@@ -74,16 +74,13 @@ def by_place(
       rotation: of the layer.
       turns: () bool whether it does turn.
     """
-    place = places_of(placement, lengths)
-    gone = placement.positions - place
+    gone = placement.positions - places_of(placement, lengths)
     moved = turn(q, rotation, jnp.where(turns, -gone, 0))
     first = jnp.minimum(lengths, eviction.policy.sinks)
     how: dict[str, Any] = {"row_starts": placement.row_starts, "max_query": placement.max_query}
     near, lse = over_all(over_rows, moved, table, None, True, lengths=first, ahead=lengths - first, **how)
     far, far_lse = over_all(over_rows, q, table, None, True, lengths=lengths, first=first, **how)
     assert lse is not None and far_lse is not None
-    # A kernel visits no page for a slot without a row behind the sinks, and leaves anything as its result.
-    far_lse = jnp.where((place >= eviction.policy.sinks)[:, None], far_lse, -jnp.inf)
     return merge(jnp.stack([near, far]), jnp.stack([lse, far_lse]), sinks)[0].astype(q.dtype)
 
 
