@@ -19,11 +19,9 @@ from kvjax.evicting import Eviction, HeadCache
 from kvjax.pages import NOWHERE, PagePool, pages_for
 from kvjax.pallas_kernels import (
     AttentionSpec,
-    Deal,
     Lanes,
     axes_of,
     init_pages,
-    merge,
     page_ops,
     paged_attention,
     write_rows,
@@ -269,7 +267,7 @@ def _init_group(config: CacheConfig, group: int) -> GroupCache:
         jnp.zeros((config.slots, config.pages_per_slot), jnp.int32), jnp.zeros((config.slots,), jnp.int32)
     )
     if spec.stored.codes is not None:
-        packed = [coded.init(config, held, pages, parts) for _ in range(arrays)]
+        packed = [coded.init(config, held, pages, config.rows, parts) for _ in range(arrays)]
         codes = KVPages(
             tuple(x.k for x in packed),
             tuple(x.v for x in packed if x.v is not None),
@@ -362,7 +360,10 @@ def reserve(
         starved |= (need > 0) & (jnp.cumsum(need, dtype=jnp.int32) > group.pool.height)
     tokens = jnp.where(starved, 0, tokens)
     served = [_reserve_group(config, group, tokens, step, most) for group in cache.groups]
-    by_head = tuple(evicting.reserve(config, group, tokens, step, most) for group in cache.by_head)
+    by_head = tuple(
+        evicting.reserve(config, spec, group, tokens, step, most)
+        for spec, group in zip(config.by_head, cache.by_head, strict=True)
+    )
     groups = tuple(group for group, _ in served)
     return Reserved(
         cache.replace(groups=groups, by_head=by_head), index, tuple(copies for _, copies in served), starved, evicted
@@ -501,11 +502,11 @@ def shardings(config: CacheConfig, kv: KVPages, group: int, *over: str) -> KVPag
     """The PartitionSpec of each array of a group's K and V: heads over `model`, rows over `seq`, if `over` has them."""
     group_spec = config.groups[group]
     model = MODEL if MODEL in over and config.parts_of(group_spec) > 1 else None
+    seq = SEQ if SEQ in over and config.seq > 1 else None
     if group_spec.stored.codes is not None:
-        k_pages, v_pages, *of_scales = coded.shardings(config, group_spec, model)
+        k_pages, v_pages, *of_scales = coded.shardings(config, group_spec, model, seq)
         packed: Any = ((k_pages,) * len(kv.k), (v_pages,) * len(kv.v), (tuple(of_scales),) * len(kv.scales))
         return KVPages(*packed)
-    seq = SEQ if SEQ in over and config.seq > 1 else None
 
     def spec(heads: int, rows: int) -> PartitionSpec:
         axes: list[str | None] = [None] * (max(heads, rows) + 1)
@@ -519,11 +520,19 @@ def shardings(config: CacheConfig, kv: KVPages, group: int, *over: str) -> KVPag
 
 def with_shardings(config: CacheConfig, cache: Cache, where: Cache, *over: str) -> Cache:
     """`where`, a cache of PartitionSpec, with those of K and V divided over the axes `over`, too, behind their own."""
-    groups = []
-    for g, (group, specs) in enumerate(zip(cache.groups, where.groups, strict=True)):
-        inner = shardings(config, group.kv, g, *over)
-        groups.append(specs.replace(kv=jax.tree.map(lambda a, b: PartitionSpec(*a, *b), specs.kv, inner)))
-    return cache.replace(groups=tuple(groups))
+
+    def behind(own: Any, inner: Any) -> Any:
+        return jax.tree.map(lambda a, b: PartitionSpec(*a, *b), own, inner)
+
+    groups = [
+        specs.replace(kv=behind(specs.kv, shardings(config, group.kv, g, *over)))
+        for g, (group, specs) in enumerate(zip(cache.groups, where.groups, strict=True))
+    ]
+    by_head = [
+        behind(specs, evicting.shardings(config, spec, group, *over))
+        for spec, group, specs in zip(config.by_head, cache.by_head, where.by_head, strict=True)
+    ]
+    return Cache(tuple(groups), tuple(by_head))
 
 
 def _copy_pages(
@@ -793,8 +802,8 @@ def release(
         for group, pool in zip(cache.groups, pools, strict=True)
     ]
     by_head = tuple(
-        evicting.release(config, group, jnp.where(ended[None, :, None], 0, group.table.lengths), step)
-        for group in cache.by_head
+        evicting.free(config, spec, group, ended, step)
+        for spec, group in zip(config.by_head, cache.by_head, strict=True)
     )
     return cache.replace(groups=tuple(groups), by_head=by_head), index
 
@@ -853,12 +862,21 @@ class Placement(struct.PyTreeNode):
 
     def places(
         self, config: CacheConfig, table: BlockTable, offset: jax.Array, total: int
-    ) -> tuple[jax.Array, jax.Array]:
-        """The page of each token, `offset` further on than the table says, and its row there: (T,) int32 both; the page
-        is `total` for padding."""
-        slots = jnp.minimum(self.slots, config.slots - 1)
-        page = table.pages[slots, jnp.minimum(self.positions // config.rows, config.pages_per_slot - 1)]
-        return jnp.where(self.slots < config.slots, page + offset, total), self.positions % config.rows
+    ) -> tuple[jax.Array, jax.Array, int]:
+        """Where each token's row lies on this chip.
+
+        Returns:
+          (T,) int32 pages, `offset` further on than the table says, `total` for padding and for rows of other chips;
+          (T,) int32 rows there; and in how many runs of consecutive rows they come, at most.
+        """
+        slots, position, n = jnp.minimum(self.slots, config.slots - 1), self.positions, config.seq
+        page = table.pages[slots, jnp.minimum(position // config.rows, config.pages_per_slot - 1)]
+        page = jnp.where(self.slots < config.slots, page + offset, total)
+        deal, R = spread.deal(n), config.rows // n
+        if deal is None:
+            return page, position % R, config.slots
+        page = jnp.where(deal.owns(position, R), page, total)
+        return page, deal.rows_before(position, R) % R, config.slots + position.shape[0] // R
 
 
 def attend(
@@ -976,14 +994,9 @@ def _attend(
     features: dict[str, jax.Array | None],
 ) -> tuple[tuple[KVPages, ...], jax.Array]:
     """`attend` on one chip, with what it holds of q, k, v and of the pages of one array of the group."""
-    (pages,), (table,), (offset,), n, deal = of_arrays, tables, offsets, config.seq, None
-    R, total, position = config.rows // n, pages.k[0].shape[0], placement.positions
-    page, row = placement.places(config, table, offset, total)
-    runs = config.slots
-    if n > 1:
-        deal = Deal(jax.lax.axis_index(SEQ), n)
-        page = jnp.where(deal.owns(position, R), page, total)
-        row, runs = deal.rows_before(position, R) % R, config.slots + position.shape[0] // R
+    (pages,), (table,), (offset,), n = of_arrays, tables, offsets, config.seq
+    deal, position = spread.deal(n), placement.positions
+    page, row, runs = placement.places(config, table, offset, pages.k[0].shape[0])
     of_rows = None
     if k is not None and spec.scales:
         k, v, of_rows = quantize_kv(k, v, spec.storage)
@@ -1011,7 +1024,9 @@ def _attend(
             sinks=sinks, slopes=features["slopes"], up=features["up"], scales=scales, deal=deal,
             max_query=placement.max_query, with_lse=deal is not None, backend=backend,
         )  # fmt: skip
-        return out if lse is None else _merged(out, lse, features["sinks"], placement.divided, n).astype(out.dtype)
+        if lse is None:
+            return out
+        return spread.merged(out, lse, features["sinks"], placement.divided, n)[0].astype(out.dtype)
 
     def around_the_ring(q: jax.Array) -> jax.Array:
         """Keys and values of the step go round (pass-KV); there are no others."""
@@ -1038,13 +1053,6 @@ def _goes_round(q: jax.Array, spec: KVSpec, what: AttentionSpec, features: dict[
     chip on, with what the ring knows."""
     known = q.dtype.name in ("float32", "bfloat16") and not spec.latent and features["slopes"] is None
     return known and q.shape[0] >= RING and what.sink_rows == 0
-
-
-def _merged(out: jax.Array, lse: jax.Array, sinks: jax.Array | None, divided: bool, n: int) -> jax.Array:
-    """What all n chips' rows give, by one collective: for this chip's tokens if they are divided, else for all."""
-    both = jnp.concatenate([out.astype(jnp.float32), lse[..., None]], axis=-1)  # (T, N, Hv + 1)
-    both = spread.back(both, n) if divided else jax.lax.all_gather(both, SEQ)
-    return merge(both[..., :-1], both[..., -1], sinks)[0]
 
 
 def _replaced(items: Sequence, index: int, item) -> tuple:

@@ -120,7 +120,7 @@ def step(program: Program, params: Params, state: EngineState, policy: Policy, p
         computed=stats.computed + tokens.sum(dtype=jnp.int32),
         evicted=stats.evicted + reserved.evicted,
         copied=stats.copied + reserved.copies[0].count,
-        peak=jnp.maximum(stats.peak, pages_in_use(reserved.cache)),  # nothing else in a step takes pages
+        peak=jnp.maximum(stats.peak, pages_in_use(program.cache, reserved.cache)),  # nothing else in a step takes pages
     )
     state = state.replace(cache=kv_cache.with_pages(state.cache, kv), step=state.step + 1, stats=stats)
     if cuts is not None:

@@ -7,6 +7,9 @@ so attention is causal by the order of the rows, and RoPE is in the keys already
 
 When rows are evicted depends on nothing but the request: after its prompt, and then every so many tokens. A prompt step
 never computes across such a point, so a request that gave way and is computed again loses the same rows.
+
+Over the mesh axis `model` each chip has a pool for the heads that it holds. What is done to a cache is done on every
+chip to its own, by page numbers of its own, and no chip waits for another.
 """
 
 from __future__ import annotations
@@ -14,12 +17,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
+from jax.sharding import PartitionSpec
 
 from kvjax import pages as page_pool
 from kvjax import reading
@@ -53,6 +58,7 @@ from kvjax.pallas_kernels import (
 )
 from kvjax.pallas_kernels.paged_attention.xla import BLOCK, query_blocks
 from kvjax.pallas_kernels.quantize import dequantize, quantize_kv
+from kvjax.sharding import MODEL, divided_here, on_each
 from kvjax.types import Family, KVSpec, Rotation
 
 if TYPE_CHECKING:
@@ -136,6 +142,24 @@ class Eviction:
             mine, its = (f"{len(x)} layers of {' or '.join(map(str, sorted(set(x))))}" for x in (given, heads))
             name = self.policy.name
             raise ModelError(f"The heads given to {name!r} are {mine}, the model's {its}: give those of this model.")
+
+    def check_chips(self, parts: int, heads: int) -> None:
+        """Raises UserError where heads that are divided over so many chips cannot decide each for itself."""
+        policy = self.policy
+        if parts > 1 and (
+            self.heads == "adakv" or (policy.together and policy.score not in (scores.newest, scores.oldest))
+        ):
+            name = "AdaKV" if self.heads == "adakv" else f"Eviction policy {policy.name!r}"
+            raise UserError(
+                f"{name} compares heads, which lie on {parts} chips (mesh axis model): take a policy that keeps heads "
+                "apart, without +adakv, or divide over the axis data."
+            )
+        looks = policy.watch != "none" or policy.moments or policy.reads is not None or policy.whole
+        if parts > heads and looks:
+            raise UserError(
+                f"Eviction policy {policy.name!r} wants all queries of a kv head together, and {heads} heads lie on "
+                f"{parts} chips (mesh axis model): divide over no more than {heads}, or take knorm or streaming."
+            )
 
     def whole_heads(self, layers: tuple[int, ...]) -> np.ndarray:
         """(L, K) bool of these layers, which have equal numbers of kv heads; (L, 1) of False where no head is whole."""
@@ -258,6 +282,9 @@ class HeadTable(struct.PyTreeNode):
 class HeadCache(struct.PyTreeNode):
     """The layers that share a spec whose rows are evicted.
 
+    Where their heads are divided over the C chips of the axis `model` (`CacheConfig.parts_of`), axes P are the pools of
+    all chips in turn, C·P, axes K the heads that they hold, and `pool.height` is (C,).
+
     Attributes:
       kv: their rows.
       pool: which pages are free.
@@ -275,12 +302,12 @@ def _lanes(spec: KVSpec) -> Lanes:
 
 
 def _heads(config: CacheConfig, spec: KVSpec) -> int:
-    """Heads of all layers with this spec, of one slot."""
-    return len(config.layers_with(spec)) * spec.kv_heads
+    """Heads of all layers with this spec, of one slot, on a chip."""
+    return len(config.layers_with(spec)) * config.on_chip(spec).kv_heads
 
 
 def pool_pages(config: CacheConfig, spec: KVSpec) -> int:
-    """P."""
+    """P, on a chip."""
     if config.head_pages is None:
         return config.slots * config.pages_per_slot * _heads(config, spec)
     return config.head_pages[config.by_head.index(spec)]
@@ -301,19 +328,21 @@ def _bounds_dtype(spec: KVSpec) -> jnp.dtype:
 
 
 def moments_bytes(config: CacheConfig, spec: KVSpec) -> int:
-    """Bytes of what is known of the queries of the layers with this spec."""
+    """Bytes of what is known of the queries of the layers with this spec, on a chip."""
     assert config.eviction is not None
     if not config.eviction.policy.moments:
         return 0
-    each = 4 + 4 * config.query_heads * spec.key_dim * (spec.key_dim + 1)
+    heads = config.query_heads // config.parts_of(spec)
+    each = 4 + 4 * heads * spec.key_dim * (spec.key_dim + 1)
     return len(config.layers_with(spec)) * config.slots * each
 
 
 def init(config: CacheConfig, spec: KVSpec) -> HeadCache:
     """An empty cache of the layers with this spec."""
     assert config.eviction is not None
-    L, B, K, M = len(config.layers_with(spec)), config.slots, spec.kv_heads, config.pages_per_slot
-    P, R, dtype = pool_pages(config, spec), config.rows, jnp.dtype(spec.storage)
+    parts, each = config.parts_of(spec), pool_pages(config, spec)
+    L, B, K, M = len(config.layers_with(spec)), config.slots, config.on_chip(spec).kv_heads, config.pages_per_slot
+    P, R, dtype = parts * each, config.rows, jnp.dtype(spec.storage)
     k, v = init_pages(P, R, _lanes(spec), dtype, config.layout)
     scales = (jnp.zeros((P, 1 if spec.latent else 2, R)),) if spec.scales else ()
     watches, moments = config.eviction.policy.watch != "none", None
@@ -330,24 +359,71 @@ def init(config: CacheConfig, spec: KVSpec) -> HeadCache:
         moments=moments,
         bounds=None if config.eviction.policy.reads is None else no_bounds(P, spec.key_dim, _bounds_dtype(spec)),
     )
-    table = HeadTable(jnp.zeros((L, B, K, M), jnp.int32), jnp.zeros((L, B, K), jnp.int32))
-    return HeadCache(kv, page_pool.init(P), table)
+    table = HeadTable(jnp.zeros((L, B, parts * K, M), jnp.int32), jnp.zeros((L, B, parts * K), jnp.int32))
+    pool = page_pool.init(each)
+    if parts > 1:
+        pool = jax.tree.map(lambda x: jnp.tile(x, parts), pool)  # a height is one number of each
+    return HeadCache(kv, pool, table)
+
+
+def pages_in_use(config: CacheConfig, spec: KVSpec, pool: PagePool) -> jax.Array:
+    """() int32: pages that have an owner, on the chip that has most of them."""
+    return pool_pages(config, spec) - pool.height.min()
+
+
+def shardings(config: CacheConfig, spec: KVSpec, cache: HeadCache, *over: str) -> HeadCache:
+    """The PartitionSpec of each array: heads, and the pools of those that hold them, over `model`, if `over` has it."""
+    own = by_head = PartitionSpec()
+    if MODEL in over and config.parts_of(spec) > 1:
+        own, by_head = PartitionSpec(MODEL), PartitionSpec(None, None, MODEL)
+    moments: Any = (PartitionSpec(), by_head, by_head)
+    kv = jax.tree.map(lambda _: own, cache.kv.replace(moments=None))
+    if cache.kv.moments is not None:
+        kv = kv.replace(moments=Moments(*moments))
+    return HeadCache(kv, jax.tree.map(lambda _: own, cache.pool), jax.tree.map(lambda _: by_head, cache.table))
+
+
+def _by_chip(
+    config: CacheConfig, spec: KVSpec, change: Callable[..., HeadCache], cache: HeadCache, *args: Any
+) -> HeadCache:
+    """change(cache, *args) on each chip, with what it holds of the cache, and all of the arguments."""
+    if not divided_here():
+        return change(cache, *args)
+    parts, where = config.parts_of(spec), shardings(config, spec, cache, MODEL)
+
+    def with_height(cache: HeadCache, shape: tuple[int, ...]) -> HeadCache:
+        if parts == 1:
+            return cache
+        return cache.replace(pool=cache.pool.replace(height=cache.pool.height.reshape(shape)))
+
+    def one(cache: HeadCache, *args: Any) -> HeadCache:
+        return with_height(change(with_height(cache, ()), *args), (1,))
+
+    return on_each(one, in_specs=(where, *(PartitionSpec(),) * len(args)), out_specs=where)(cache, *args)
 
 
 # --- pages --------------------------------------------------------------------------------------------------
 def claims(config: CacheConfig, spec: KVSpec, prompt: jax.Array, limit: jax.Array, computed: jax.Array) -> jax.Array:
-    """(B,) int32: pages that requests may come to hold, from `computed` tokens on to `limit`."""
+    """(B,) int32: pages that requests may come to hold, from `computed` tokens on to `limit`, on any chip."""
     assert config.eviction is not None
     most, all_rows = config.eviction.most_rows(prompt, limit, computed), pages_for(limit - 1, config.rows)
-    whole = int(config.eviction.whole_heads(config.layers_with(spec)).sum())
+    heads = config.eviction.whole_heads(config.layers_with(spec))
+    parts = config.parts_of(spec) if heads.shape[1] > 1 else 1
+    whole = int(heads.reshape(len(heads), parts, -1).sum((0, 2)).max())
     # Heads and layers share a budget in parts that each round up.
     some = jnp.minimum(pages_for(most, config.rows) + 1, all_rows)
     return (_heads(config, spec) - whole) * some + whole * all_rows
 
 
-def reserve(config: CacheConfig, cache: HeadCache, tokens: jax.Array, step: jax.Array, most: int) -> HeadCache:
+def reserve(
+    config: CacheConfig, spec: KVSpec, cache: HeadCache, tokens: jax.Array, step: jax.Array, most: int
+) -> HeadCache:
     """Lengthens every head of the slots by their tokens (B,) int32 and takes the pages that needs; `most` bounds their
     sum. Pages suffice: requests enter only where their `claims` can be met."""
+    return _by_chip(config, spec, functools.partial(_reserve, config, most), cache, tokens, step)
+
+
+def _reserve(config: CacheConfig, most: int, cache: HeadCache, tokens: jax.Array, step: jax.Array) -> HeadCache:
     L, B, K, M = cache.table.pages.shape
     old = cache.table.lengths
     lengths = old + tokens[None, :, None]
@@ -370,7 +446,16 @@ def reserve(config: CacheConfig, cache: HeadCache, tokens: jax.Array, step: jax.
     return cache.replace(pool=pool, table=HeadTable(table, lengths))
 
 
-def release(config: CacheConfig, cache: HeadCache, lengths: jax.Array, step: jax.Array) -> HeadCache:
+def free(config: CacheConfig, spec: KVSpec, cache: HeadCache, ended: jax.Array, step: jax.Array) -> HeadCache:
+    """Takes all rows from the slots in (B,) bool `ended`, and gives back their pages."""
+
+    def freed(cache: HeadCache, ended: jax.Array, step: jax.Array) -> HeadCache:
+        return _release(config, cache, jnp.where(ended[None, :, None], 0, cache.table.lengths), step)
+
+    return _by_chip(config, spec, freed, cache, ended, step)
+
+
+def _release(config: CacheConfig, cache: HeadCache, lengths: jax.Array, step: jax.Array) -> HeadCache:
     """Shortens heads to (L, B, K) int32 rows, no more than they hold, and gives back the pages that leaves empty."""
     pages = cache.table.pages.reshape(-1, cache.table.pages.shape[-1])
     first, last = (pages_for(x, config.rows).reshape(-1) for x in (lengths, cache.table.lengths))
@@ -404,14 +489,59 @@ def attend(
     backend: str,
 ) -> tuple[HeadCache, jax.Array]:
     """As `kvjax.cache.attend`; every token's row is appended to each of its layer's heads."""
-    assert config.eviction is not None
     if slopes is not None:
         raise UserError("Rows cannot be evicted under ALiBi, whose biases count the rows between two tokens.")
     l = layer if config.stacked else config.layers_with(spec).index(int(layer))
     pages, lengths = (
         jax.lax.dynamic_index_in_dim(x, l, keepdims=False) for x in (cache.table.pages, cache.table.lengths)
     )
-    kv = _written(config, spec, placement, cache.kv, pages, lengths, k, v, backend)
+    one = functools.partial(_attend, config, spec, scale, soft_cap, backend, None if config.stacked else int(layer))
+    given = placement, cache.kv, pages, lengths, jnp.asarray(layer, jnp.int32), jnp.asarray(l, jnp.int32)
+    features = {"sinks": sinks, "up": up}
+    if not divided_here():
+        kv, out = one(*given, q, k, v, features)
+    else:
+        parts, N = config.parts_of(spec), q.shape[1]
+        repeats = parts * config.on_chip(spec).kv_heads // spec.kv_heads  # a kv head lies on as many chips
+        if repeats > 1:
+            k, v = jnp.repeat(k, repeats, axis=1), None if v is None else jnp.repeat(v, repeats, axis=1)
+        queries = MODEL if N % config.model == 0 and (parts > 1 or spec.kv_heads == 1) else None
+        rows = MODEL if parts > 1 else None
+        everywhere, by_head = PartitionSpec(), PartitionSpec(None, rows)
+        where = shardings(config, spec, cache, MODEL).kv
+        of_features = {name: None if x is None else PartitionSpec(queries) for name, x in features.items()}
+        kv, out = on_each(
+            one,
+            in_specs=(everywhere, where, by_head, by_head, everywhere, everywhere, PartitionSpec(None, queries),
+                      by_head, None if v is None else by_head, of_features),
+            out_specs=(where, PartitionSpec(None, queries)),
+        )(*given, q, k, v, features)  # fmt: skip
+    return cache.replace(kv=kv), out
+
+
+def _attend(
+    config: CacheConfig,
+    spec: KVSpec,
+    scale: float,
+    soft_cap: float | None,
+    backend: str,
+    static_layer: int | None,
+    placement: Placement,
+    kv: HeadPages,
+    pages: jax.Array,
+    lengths: jax.Array,
+    layer: int | jax.Array,
+    l: jax.Array,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array | None,
+    features: dict[str, jax.Array | None],
+) -> tuple[HeadPages, jax.Array]:
+    """`attend` on one chip, with what it holds of the pages and of q, k and v: pages (B, K, M), lengths (B, K)."""
+    assert config.eviction is not None
+    layer = layer if static_layer is None else static_layer
+    sinks, up = features["sinks"], features["up"]
+    kv = _written(config, spec, placement, kv, pages, lengths, k, v, backend)
     latent = spec.value_dim if spec.latent else None
     lanes = _lanes(spec) if config.layout == "joined" else None
     what = AttentionSpec(scale, None, soft_cap, latent, config.layout, lanes)
@@ -451,7 +581,7 @@ def attend(
         # else the CPU's compiler copies all pages, in every layer. A barrier it drops; that counts are never negative
         # it cannot know.
         out = jnp.where(seen[0, 0] >= 0, out, jnp.zeros_like(out))
-    return cache.replace(kv=kv), out
+    return kv, out
 
 
 def _turned(config: CacheConfig, layer: int | jax.Array) -> tuple[Rotation, jax.Array] | None:
@@ -603,7 +733,12 @@ def evict(
     """
     if config.eviction is not None and config.eviction.policy.score is None:
         return cache
+    return _by_chip(config, spec, functools.partial(_evict, config, spec), cache, due, computed, step)
 
+
+def _evict(
+    config: CacheConfig, spec: KVSpec, cache: HeadCache, due: jax.Array, computed: jax.Array, step: jax.Array
+) -> HeadCache:
     def evicted(cache: HeadCache) -> HeadCache:
         order = jnp.argsort(~due, stable=True).astype(jnp.int32)
         count = due.sum(dtype=jnp.int32)
@@ -613,7 +748,7 @@ def evict(
             return of_slot(order[i], computed[order[i]], held)
 
         kv, lengths = jax.lax.fori_loop(0, count, visit, (cache.kv, cache.table.lengths))
-        return release(config, cache.replace(kv=kv), lengths, step)
+        return _release(config, cache.replace(kv=kv), lengths, step)
 
     return when(due.any(), evicted, cache)
 
@@ -632,6 +767,8 @@ def _evict_slot(
     assert eviction is not None
     L = pages.shape[0]
     whole = jnp.asarray(eviction.whole_heads(config.layers_with(spec)))
+    if eviction.policy.whole and whole.shape[1] > old.shape[2]:  # those that this chip holds
+        whole = jax.lax.dynamic_slice_in_dim(whole, jax.lax.axis_index(MODEL) * old.shape[2], old.shape[2], axis=1)
     policies = [eviction.policy_of(layer) for layer in config.layers_with(spec)]
     distinct = tuple(dict.fromkeys(policies))
     which = jnp.asarray([distinct.index(policy) for policy in policies], jnp.int32)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from typing import Any
 
 from kvjax.errors import ModelError, UserError
@@ -34,7 +35,7 @@ def eviction_of(evict: Any, keep: Any, every: Any = 32) -> Eviction | None:
         return evict
     try:
         if isinstance(evict, str):
-            name, *wrappers = evict.split("+")
+            name, *wrappers = re.split(r"\+(?=[^/.,=]*$)", evict)  # a file's name may have a + and a comma, too
             policy = _policy(name)
         elif isinstance(evict, Policy):
             policy, wrappers = evict, []
@@ -79,7 +80,7 @@ def _budget(policy: Policy, keep: Any) -> Budget:
 def _policy(text: str) -> Policy:
     name, _, given = text.partition(":")
     options = {}
-    for part in given.split(",") if given else ():
+    for part in re.split(r",(?=[^,=]*(?:=|$))", given) if given else ():
         key, sign, value = part.partition("=")
         if not sign:
             raise UserError(f"evict is {text!r}: give options as NAME=VALUE, such as snapkv:window=32.")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -253,8 +252,6 @@ def _check(model: Model, options: Options, backend: str) -> None:
         lanes, stored = Lanes(spec.kv_heads, spec.key_dim, spec.value_dim, spec.latent), spec.stored
         if stored.codes is not None and model.eviction is not None:
             raise RequestError("Rows of packed codes are not evicted so far: choose another kv_dtype, or no eviction.")
-        if stored.codes is not None and over["seq"] > 1:
-            raise NotImplementedError("packed codes of a sequence that is dealt over chips (mesh axis seq)")
         try:
             if stored.rotate:
                 hadamard(spec.key_dim)
@@ -336,8 +333,14 @@ def _check_eviction(model: Model, config: CacheConfig, packed: int | None) -> No
     """Raises RequestError for what does not go with evicting rows."""
     if packed is None:
         raise RequestError("Beams and embeddings do not evict rows: load the model without eviction.")
-    if model.mesh is not None and math.prod(sharding.sizes(model.mesh).values()) > 1:
-        raise RequestError("Rows are evicted on one device only so far: load without a mesh, or without eviction.")
+    if config.seq > 1:
+        raise RequestError(
+            "Rows of sequences that are dealt over chips (mesh axis seq) are not evicted so far: "
+            "load with a mesh of data, expert and model, or without eviction."
+        )
+    assert model.eviction is not None
+    for spec in config.by_head:
+        model.eviction.check_chips(config.parts_of(spec), spec.kv_heads)
     if any(spec.shares is not None for spec in config.specs):
         raise RequestError("Rows that several layers share are not evicted so far: load without eviction.")
     if not config.by_head:

@@ -7,7 +7,13 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from kvjax.pallas_kernels import Deal, merge
 from kvjax.sharding import SEQ
+
+
+def deal(n: int) -> Deal | None:
+    """Which rows are this chip's, of sequences that are dealt over n of them; None of one."""
+    return Deal(jax.lax.axis_index(SEQ), n) if n > 1 else None
 
 
 def divides(tokens: int, n: int) -> bool:
@@ -34,6 +40,23 @@ def back(x: jax.Array, n: int) -> jax.Array:
     pieces = x.reshape(2 * n, -1, *x.shape[1:])
     for_each = jnp.stack([pieces[:n], pieces[: n - 1 : -1]], axis=1).reshape(n, -1, *x.shape[1:])
     return jax.lax.all_to_all(for_each, SEQ, 0, 0)
+
+
+def merged(
+    out: jax.Array, lse: jax.Array, sinks: jax.Array | None, divided: bool, n: int
+) -> tuple[jax.Array, jax.Array]:
+    """What all n chips' rows give, by one collective: for this chip's tokens if they are divided, else for all.
+
+    Args:
+      out: (T, N, Hv) of this chip's rows.
+      lse: (T, N).
+      sinks: (N,) that join the denominator of the whole, or None.
+      divided: static; whether each chip wants those of its own tokens alone.
+      n: chips.
+    """
+    both = jnp.concatenate([out.astype(jnp.float32), lse[..., None]], axis=-1)  # (T, N, Hv + 1)
+    both = back(both, n) if divided else jax.lax.all_gather(both, SEQ)
+    return merge(both[..., :-1], both[..., -1], sinks)
 
 
 def rows(x: jax.Array, index: jax.Array, n: int) -> jax.Array:

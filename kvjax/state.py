@@ -12,8 +12,8 @@ from flax import struct
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from kvjax import cache as kv_cache
+from kvjax import evicting, prefix
 from kvjax import pages as page_pool
-from kvjax import prefix
 from kvjax import requests as table
 from kvjax.cache import Cache, CacheConfig
 from kvjax.prefix import PrefixIndex
@@ -157,7 +157,7 @@ def init(
     index = prefix.init(config.pool_pages, config.rows, len(config.groups)) if program.share else None
     cache = kv_cache.init(config)
     names = "computed", "hit", "preempted", "evicted", "copied"
-    counters = Statistics(**{name: jnp.int32(0) for name in names}, peak=jnp.zeros_like(pages_in_use(cache)))
+    counters = Statistics(**{name: jnp.int32(0) for name in names}, peak=jnp.zeros_like(pages_in_use(config, cache)))
     return EngineState(
         cache=cache,
         index=index,
@@ -171,10 +171,13 @@ def init(
     )
 
 
-def pages_in_use(cache: Cache) -> jax.Array:
-    """(G,) int32: pages that have an owner, of each group and then of each that has pages by head."""
-    pools = [*(group.pool for group in cache.groups), *(group.pool for group in cache.by_head)]
-    return jnp.stack([page_pool.in_use(pool) for pool in pools])
+def pages_in_use(config: CacheConfig, cache: Cache) -> jax.Array:
+    """(G,) int32: pages that have an owner on a chip, of each group and then of each that has pages by head."""
+    of_heads = [
+        evicting.pages_in_use(config, spec, group.pool)
+        for spec, group in zip(config.by_head, cache.by_head, strict=True)
+    ]
+    return jnp.stack([*(page_pool.in_use(group.pool) for group in cache.groups), *of_heads])
 
 
 def shardings(program: Program, state: EngineState, mesh: Mesh | None) -> EngineState | None:

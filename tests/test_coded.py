@@ -269,6 +269,31 @@ def test_heads_divided_over_chips(layout):
     assert tokens(over(model, mesh_of(data=2, model=2)), PROMPTS, GREEDY, rows=32, layout=layout) == want
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("storage", "axes"),
+    [
+        ("kivi4:recent=32", {"seq": 2, "model": 2}),
+        ("int8/int4", {"seq": 4}),
+        ("int4:rotate,recent=40", {"data": 2, "seq": 2}),
+    ],
+    ids=str,
+)
+def test_sequences_dealt_over_chips(storage, axes):
+    """A group of rows lies on one chip, which makes its codes; pages of 32 rows on each."""
+    model = coded(storage, stacked=True)
+    want = tokens(model, PROMPTS, GREEDY, rows=32, packed=64)
+    assert tokens(over(model, mesh_of(**axes)), PROMPTS, GREEDY, rows=32, packed=64) == want
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["tiny_mistral", "gpt_oss"])
+def test_dealt_layers_with_windows_and_sinks(name):
+    model = coded("int8/int4:recent=8", name)
+    want = tokens(model, PROMPTS, GREEDY, rows=8, packed=64)
+    assert tokens(over(model, mesh_of(seq=2)), PROMPTS, GREEDY, rows=8, packed=64) == want
+
+
 # --- what does not go -----------------------------------------------------------------------------------------
 def test_what_codes_do_not_fit_is_said_at_once():
     prompt = requests([[1, 2, 3]], GREEDY)
@@ -281,6 +306,5 @@ def test_what_codes_do_not_fit_is_said_at_once():
     evicting = Eviction(named("knorm"), Budget(rows=8))
     with pytest.raises(RequestError, match="Rows of packed codes are not evicted so far"):
         outputs(dataclasses.replace(coded("kivi4:recent=32"), eviction=evicting), prompt)
-    model = coded("kivi4:recent=32", stacked=True)
-    with pytest.raises(RequestError, match="packed codes of a sequence that is dealt over chips"):
-        outputs(over(model, mesh_of(seq=2)), prompt, rows=32)
+    with pytest.raises(RequestError, match="pages of 16 rows do not hold whole groups of 32 rows"):
+        outputs(over(coded("kivi4:recent=32", stacked=True), mesh_of(seq=2)), prompt, rows=16)

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_paged_attention import Case, attend, build
+from test_paged_attention import LAYOUT_OF, STORAGES, Case, attend, build, in_bytes, jitted
 
-from kvjax.pallas_kernels import AttentionSpec
+from kvjax.pallas_kernels import AttentionSpec, Lanes
 from kvjax.pallas_kernels.dealt import Deal
 from kvjax.pallas_kernels.merge import merge
 
@@ -56,6 +56,16 @@ RUNS = [(name, backend) for name in CASES for backend in ("reference", "xla")] +
 ]
 
 
+def dealt(table: np.ndarray, deal: Deal, nobody: int) -> tuple[np.ndarray, np.ndarray]:
+    """This part's pages of every slot, and the table that all parts share, of their numbers b·M' + j."""
+    (B, M), parts = table.shape, deal.parts
+    pages = -(-M // parts)
+    padded = np.pad(table, ((0, 0), (0, pages * parts - M)), constant_values=nobody)
+    places = [j * parts + (int(deal.part) if j % 2 == 0 else parts - 1 - int(deal.part)) for j in range(pages)]
+    mine = padded[:, places].reshape(-1)
+    return mine, np.arange(mine.size, dtype=np.int32).reshape(B, pages)
+
+
 @pytest.mark.parametrize("parts", (2, 4))
 @pytest.mark.parametrize(("name", "backend"), RUNS)
 def test_parts_merged_are_the_whole(name, backend, parts):
@@ -67,16 +77,10 @@ def test_parts_merged_are_the_whole(name, backend, parts):
     how = {"max_query": max(case.queries), **slopes}
     whole = attend((q, k, v, table, lengths, starts), spec, **how, backend="xla")
 
-    M = table.shape[1]
-    pages = -(-M // parts)
-    padded = np.pad(table, ((0, 0), (0, pages * parts - M)), constant_values=k.shape[0])
     filled = [np.concatenate([x, np.full((1, *x.shape[1:]), np.nan, x.dtype)]) for x in (k, v)]
     outs, lses = [], []
     for deal in deals(parts):
-        # This part's pages of every slot, under the numbers b·M' + j of a table that all parts share.
-        places = [j * parts + (int(deal.part) if j % 2 == 0 else parts - 1 - int(deal.part)) for j in range(pages)]
-        mine = padded[:, places].reshape(-1)
-        own = np.arange(mine.size, dtype=np.int32).reshape(table.shape[0], pages)
+        mine, own = dealt(table, deal, k.shape[0])
         local = (q, filled[0][mine], filled[1][mine], own, lengths, starts)
         out, lse = attend(local, spec, **how, backend=backend, deal=deal)
         assert not np.isnan(np.asarray(out)).any()
@@ -87,6 +91,37 @@ def test_parts_merged_are_the_whole(name, backend, parts):
     np.testing.assert_allclose(out[:used], whole[0][:used], atol=2e-5)
     np.testing.assert_allclose(lse[:used], whole[1][:used], atol=1e-5)
     assert not np.asarray(out[used:]).any() and np.isneginf(np.asarray(lse[used:])).all()
+
+
+PACKED = [(name, backend) for name in ("int4", "kivi4") for backend in ("reference", "xla")] + [
+    pytest.param(name, "tpu_interpret", marks=pytest.mark.slow) for name in ("int8 and int4", "kivi4")
+]
+
+
+@pytest.mark.parametrize(("storage", "backend"), PACKED)
+def test_parts_of_codes_merged_are_the_whole(storage, backend):
+    """As they are read where the newest rows are elsewhere: tokens stand further back, so that some see no code yet."""
+    rows, codes, layout = (128 if backend == "tpu_interpret" else 32), STORAGES[storage], LAYOUT_OF[backend]
+    case = Case((300, 60, 150, 257), (1, 50, 1, 70), 4, 2, 64, 64, rows=rows)
+    (q, k, v, table, lengths, starts), scales, _ = in_bytes(case, codes, layout, False)
+    lanes = Lanes(2, 64, 64) if layout == "joined" else None
+    how = {"spec": AttentionSpec(0.125, codes=codes, layout=layout, lanes=lanes), "max_query": 70, "backend": backend}
+    fewer = jnp.asarray(np.maximum(np.asarray(lengths) - 45, 0))
+    given = fewer, jnp.asarray(starts)
+    whole = jitted(q, k, v, jnp.asarray(table), *given, scales=scales, **how)
+    outs, lses = [], []
+    for deal in deals(2):
+        mine, own = dealt(np.asarray(table), deal, 0)
+        held = jax.tree.map(lambda x, mine=mine: x[mine], (k, v, scales))
+        out, lse = jitted(q, *held[:2], jnp.asarray(own), *given, scales=held[2], deal=deal, **how)
+        outs.append(out)
+        lses.append(lse)
+    out, lse = merge(jnp.stack(outs), jnp.stack(lses))
+    tolerance = 1e-2 if backend == "tpu_interpret" else 2e-5
+    np.testing.assert_allclose(out, whole[0], atol=tolerance)
+    np.testing.assert_allclose(lse, whole[1], atol=tolerance)
+    # The second sequence has 15 rows for its 50 tokens, of which the first 35 see none.
+    assert np.isneginf(np.asarray(lse[1:36])).all() and np.isfinite(np.asarray(lse[36:51])).all()
 
 
 def test_what_dealt_pages_cannot_have_is_refused():

@@ -534,7 +534,8 @@ def test_pages_of_streaming_heads_return_while_retrieval_heads_keep_theirs():
 
 
 def test_a_file_says_which_heads_retrieve(tmp_path):
-    table = tmp_path / "lr=0.02-heads.tsv"
+    table = tmp_path / "a+b,c" / "lr=0.02-heads.tsv"
+    table.parent.mkdir()
     table.write_text("6.05e-01\t0.0e+00\n2.49e-02\t0.0\n0.4999\t5.0e-01\n")
     lists = tmp_path / "heads.json"
     lists.write_text("[[1, 0.2], [false, 0], [0.1, true]]")

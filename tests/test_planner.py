@@ -533,11 +533,6 @@ def test_packed_codes_with_their_newest_rows_in_full_precision():
     assert (recent.row_bytes, recent.spec.window, recent.rows) == (2 * 2 * 128 * 2, 128, 384)
     assert found.bytes_per_token == 80 * 8 * 2 * (64 + 16)
     for what, how, said in (
-        (
-            "llama-3.1-70b",
-            {"storage": "kivi4", "mesh": "seq=2,model=2"},
-            "Packed codes are not dealt over the axis seq",
-        ),
         ("deepseek-v3", {"storage": "int4"}, "latent pages have no packed codes"),
         ("llama-3.1-70b", {"storage": "kivi4", "rows": 16}, "do not hold whole groups of 32 rows"),
         ("llama-3.1-70b", {"storage": "kivi3"}, "'kivi3' is not one of"),

@@ -20,6 +20,7 @@ ROOT = pathlib.Path(__file__).parents[1]
 SLICES: list[tuple[str, dict[str, Any]]] = [
     # A prompt step of 2,048 tokens a chip: the ring.
     ("llama-3-8b", {"context": "1M", "chips": "v5e:4x4", "mesh": "seq=4,model=4", "packed": 8192}),
+    ("llama-3-8b", {"context": "1M", "chips": "v5e:2x4", "mesh": "seq=4,model=2", "storage": "kivi4"}),
     ("llama-3-70b", {"context": "1M", "chips": "v5p:4x4x4", "mesh": "seq=8,model=8"}),
     ("llama-3-8b", {"context": "10M", "chips": "v5p:2x2x4", "mesh": "seq=8,model=2"}),
     ("llama-3-70b", {"context": "10M", "chips": "v5p:4x4x4", "mesh": "seq=8,model=8"}),
@@ -27,7 +28,9 @@ SLICES: list[tuple[str, dict[str, Any]]] = [
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "what"), SLICES, ids=[f"{name} {what['context']}" for name, what in SLICES])
+@pytest.mark.parametrize(
+    ("name", "what"), SLICES, ids=[f"{name} {what['context']} {what.get('storage', '')}" for name, what in SLICES]
+)
 def test_the_loop_fits_by_the_compilers_account(name, what):
     plan = planner.plan(model_of(name), **what)
     program, arguments = compiled.job_of(plan, compiled.mesh_of(plan.slice, plan.axes))

@@ -111,13 +111,17 @@ def score(
         cuts = jnp.where(evict, chunk.seen + tokens, NEVER)
         placement = placement.replace(positions=chunk.positions, cuts=cuts, context=jnp.full_like(tokens, context))
     cache, hidden = engine.compute(program, params, cache, chunk.ids, placement, chunk.positions)
-    before = pages_in_use(cache)
+    before = pages_in_use(program.cache, cache)
     cache = kv_cache.trim(program.cache, cache, held, now)
     if program.cache.eviction is not None:
         cache = kv_cache.evict(program.cache, cache, evict & (tokens > 0), chunk.seen + tokens, now)
     if after is not None:
         cache = after(cache, chunk.seen + tokens)
-    return cache, _of_targets(program, params, hidden, chunk.targets), jnp.stack([before, pages_in_use(cache)])
+    return (
+        cache,
+        _of_targets(program, params, hidden, chunk.targets),
+        jnp.stack([before, pages_in_use(program.cache, cache)]),
+    )
 
 
 def _of_targets(program: Program, params: Params, hidden: jax.Array, targets: jax.Array) -> jax.Array:

@@ -175,10 +175,6 @@ def plan(
         axes = found[0].axes
     else:
         axes = parse_mesh(mesh, where.devices)
-        if axes.seq > 1 and _packed_codes(job):
-            raise RequestError(
-                f"Packed codes are not dealt over the axis seq: give a mesh without it, or not {storage}."
-            )
     size, chip = Size(axes, tokens, batch), where.chip
     account = memory.account(job, size, chip.platform)
     groups = memory.kv_groups(job, size)
@@ -249,18 +245,14 @@ def job_of(model: Model, chip: Chip, storage: str, dtype: str, rows: int | None 
     )
 
 
-def _packed_codes(job: Job) -> bool:
-    return any(spec.stored.codes is not None for spec in job.specs)
-
-
 def suggestions(job: Job, where: Slice, context: int, batch: int) -> tuple[Suggestion, ...]:
     """Meshes for these chips, the best first: those that fit, by the time of a token, then of the first token.
 
     Behind them those that do not fit, the smallest first.
     """
     experts = job.routing.experts if job.routing is not None else 0
-    # The kernels of GPUs do not read sequences that are dealt over the axis `seq`, nor any kernel dealt codes.
-    parts = -(-context // job.rows) if where.chip.platform == "tpu" and not _packed_codes(job) else 1
+    # The kernels of GPUs do not read sequences that are dealt over the axis `seq`.
+    parts = -(-context // job.rows) if where.chip.platform == "tpu" else 1
     shapes = candidates(where.devices, heads=job.config.heads, experts=experts, batch=batch, parts=parts)
     found = [_suggestion(job, where, Size(axes, context, batch)) for axes in shapes or (Axes(model=where.devices),)]
     fastest = min((one.times.token.total for one in found if one.fits), default=1.0)

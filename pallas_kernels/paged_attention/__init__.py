@@ -170,8 +170,8 @@ def paged_attention(
         raise NotImplementedError("a tree with a window or ALiBi: the order of a tree's tokens is not their distance")
     if deal is not None and (tree is not None or sinks is not None):
         raise NotImplementedError("dealt pages with a tree, or with sinks: those join what all chips' rows give")
-    if deal is not None and (first is not None or ahead is not None or spec.codes is not None):
-        raise NotImplementedError("dealt pages with packed codes, or with rows that are elsewhere (`first`, `ahead`)")
+    if deal is not None and (first is not None or ahead is not None):
+        raise NotImplementedError("dealt pages with rows that are elsewhere (`first`, `ahead`)")
     if tree is not None and ahead is not None:
         raise NotImplementedError("a tree whose rows are not in these pages (`ahead`): it sees all of them, so no tree")
     if spec.codes is not None and spec.latent is not None:

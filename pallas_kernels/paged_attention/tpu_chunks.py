@@ -140,7 +140,7 @@ def _worklist(
         last = jnp.minimum(last, lengths[slot] - 1)
     if deal is not None:
         first_row, floor = (deal.rows_before(x, R) for x in (first_row, floor))
-        last, nearest = (deal.rows_before(jnp.maximum(x, 0) + 1, R) - 1 for x in (last, nearest))
+        last, nearest = (deal.rows_before(jnp.maximum(x, -1) + 1, R) - 1 for x in (last, nearest))
     last = jnp.clip(last, -1, M * R - 1)  # none of them, where a slot has fewer rows than new tokens
     sink_visits = jnp.minimum(-(-sink_rows // S), last // S + 1)
     start = jnp.maximum(jnp.minimum(first_row // S, jnp.maximum(last, 0) // S), sink_visits)
@@ -174,7 +174,8 @@ def _dealt_bounds(
     R: int,
 ) -> jax.Array:
     """(J, 2, C) int32: the last row here that each packed token (J, C) of a slot (J,) sees, and its window's first."""
-    position = jnp.maximum((lengths - row_starts[1:])[slot][:, None] + token, 0)  # before 0: tokens of other slots
+    # Before 0 are tokens of other slots, and of a slot with fewer rows than new tokens: they see none.
+    position = jnp.maximum((lengths - row_starts[1:])[slot][:, None] + token, -1)
     first = jnp.zeros_like(position)
     if spec.window is not None:
         first = deal.rows_before(jnp.maximum(position - (spec.window - 1), 0), R)
