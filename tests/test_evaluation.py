@@ -103,6 +103,14 @@ def test_bytes_are_those_of_the_arrays():
         assert scoring.bytes_per_row(model, PAGES) == size
 
 
+def test_bytes_of_a_row_are_not_those_of_a_slots_queries():
+    """Where rows are evicted, each head notes a position of 4 bytes for each; moments of queries are a slot's."""
+    size = 3 * 2 * (2 * 16 * 4 + 4)
+    for name in ("knorm", "expected_attention"):
+        model = dataclasses.replace(tiny("tiny_llama"), eviction=eviction_of(name, 0.5))
+        assert scoring.bytes_per_row(model, PAGES) == size
+
+
 def drop_half(cache, lengths):
     """Forgets the newer half of the rows, and gives back the pages."""
     groups = []

@@ -17,7 +17,7 @@ import numpy as np
 from flax import struct
 
 from kvjax import cache as kv_cache
-from kvjax import engine, plans
+from kvjax import engine, evicting, plans
 from kvjax.cache import Cache, CacheConfig, Placement
 from kvjax.errors import RequestError
 from kvjax.evicting import NEVER
@@ -218,9 +218,10 @@ def _check(model: Model, texts: Sequence[Sequence[int]], chunk: int, slots: int,
 
 def bytes_per_row(model: Model, options: Options) -> float:
     """Bytes that a job's cache allocates for a token's K and V in all layers, scales and padding included, and what is
-    noted of rows that may be evicted."""
+    noted of rows that may be evicted; not what is known of a slot's queries, however many its tokens."""
     config = plans.cache_config(model, 1, 1, options, 1)
-    return config.kv_bytes / (config.pool_pages * config.rows)
+    of_slots = sum(evicting.moments_bytes(config, spec) for spec in config.by_head)
+    return (config.kv_bytes - of_slots) / (config.pool_pages * config.rows)
 
 
 def _batch(
