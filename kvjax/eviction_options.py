@@ -80,7 +80,7 @@ def _budget(policy: Policy, keep: Any) -> Budget:
 def _policy(text: str) -> Policy:
     name, _, given = text.partition(":")
     options = {}
-    for part in re.split(r",(?=[^,=]*(?:=|$))", given) if given else ():
+    for part in re.split(r",(?=[\w ]*(?:=|$))", given) if given else ():
         key, sign, value = part.partition("=")
         if not sign:
             raise UserError(f"evict is {text!r}: give options as NAME=VALUE, such as snapkv:window=32.")
