@@ -15,7 +15,8 @@ from jax.sharding import PartitionSpec
 from kvjax import coded, evicting, prefix, spread
 from kvjax import pages as page_pool
 from kvjax.control import for_each_page, when
-from kvjax.evicting import Eviction, HeadCache
+from kvjax.evicting import HeadCache
+from kvjax.eviction_rule import Eviction
 from kvjax.pages import NOWHERE, PagePool, pages_for
 from kvjax.pallas_kernels import (
     AttentionSpec,

@@ -7,8 +7,8 @@ import re
 from typing import Any
 
 from kvjax.errors import ModelError, UserError
-from kvjax.evicting import Eviction
 from kvjax.eviction import POLICIES, Budget, Policy, named
+from kvjax.eviction_rule import Eviction
 
 WRAPPERS = {"adakv": "heads", "pyramid": "layers"}
 """What follows a policy's name behind a +, and whose budgets it divides."""

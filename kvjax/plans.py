@@ -17,7 +17,7 @@ from kvjax import evicting, sampling, sharding, storages
 from kvjax import state as engine_state
 from kvjax.cache import CacheConfig
 from kvjax.errors import RequestError
-from kvjax.evicting import Eviction
+from kvjax.eviction_rule import Eviction
 from kvjax.pallas_kernels import Lanes, default_backend, default_layout
 from kvjax.pallas_kernels import check as check_pages
 from kvjax.pallas_kernels.rotation import hadamard

@@ -16,7 +16,7 @@ from kvjax.types import Rotation
 
 if TYPE_CHECKING:
     from kvjax.cache import Placement
-    from kvjax.evicting import Eviction
+    from kvjax.eviction_rule import Eviction
 
 OverRows = Callable[..., tuple[jax.Array, jax.Array | None]]
 """`paged_attention` of q over a layer's pages, all else by keyword."""

@@ -32,9 +32,9 @@ from flax import struct
 
 import kvjax
 from kvjax.evaluation import answering, perplexity, report, tasks, variants
-from kvjax.evicting import Eviction
 from kvjax.eviction import Rows, adakv, gather, pyramid, select
 from kvjax.eviction_options import eviction_of
+from kvjax.eviction_rule import Eviction
 from kvjax.llm import LLM
 
 POLICIES = (

@@ -17,8 +17,8 @@ from kvjax import cache as kv_cache
 from kvjax import job, plans, storages
 from kvjax.errors import RequestError, UserError
 from kvjax.evaluation import scoring
-from kvjax.evicting import Eviction
 from kvjax.eviction import Budget, named
+from kvjax.eviction_rule import Eviction
 from kvjax.pallas_kernels import kivi
 from kvjax.pallas_kernels.packed import BITS, grouped
 from kvjax.pallas_kernels.quantize import dequantize, quantize_rows

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 import kvjax.engines
 from kvjax import job, plans
 from kvjax.errors import RequestError
-from kvjax.evicting import Eviction
 from kvjax.eviction import Budget, named
+from kvjax.eviction_rule import Eviction
 from kvjax.plans import Options, Request
 from kvjax.sampling_params import SamplingParams
 

@@ -23,9 +23,10 @@ from kvjax import job, plans, reading, snapshots
 from kvjax import state as engine_state
 from kvjax.cache import LEDGER, CacheConfig
 from kvjax.errors import ModelError, RequestError, UserError
-from kvjax.evicting import NEVER, Eviction, claims
+from kvjax.evicting import claims
 from kvjax.eviction import Budget, Moments, Policy, Rows, adakv, named, pyramid, scores, select, share_of
 from kvjax.eviction_options import eviction_of
+from kvjax.eviction_rule import NEVER, Eviction
 from kvjax.models.positions import Rope, apply_rope, cos_sin, inverse_frequencies, rope_table, rotation
 from kvjax.pallas_kernels import AttentionSpec, Lanes, init_pages, paged_attention
 from kvjax.pallas_kernels import joined as joined_store

@@ -11,8 +11,8 @@ from test_mesh import mesh_of, over
 
 from kvjax import job, plans, snapshots
 from kvjax.errors import UserError
-from kvjax.evicting import Eviction
 from kvjax.eviction import Budget, Policy, named
+from kvjax.eviction_rule import Eviction
 from kvjax.plans import Model, Options
 from kvjax.sampling_params import SamplingParams
 

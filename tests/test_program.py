@@ -16,8 +16,8 @@ from test_families import model_of
 from kvjax import engine
 from kvjax import state as engine_state
 from kvjax.cache import CacheConfig
-from kvjax.evicting import Eviction
 from kvjax.eviction import Budget, named
+from kvjax.eviction_rule import Eviction
 from kvjax.models import family_of, moe
 from kvjax.state import Program
 from kvjax.stops import no_stops

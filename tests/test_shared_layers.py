@@ -17,8 +17,8 @@ from kvjax import plans, storages
 from kvjax.cache import CacheConfig
 from kvjax.embedding import dense_attend
 from kvjax.errors import RequestError
-from kvjax.evicting import Eviction
 from kvjax.eviction import Budget, named
+from kvjax.eviction_rule import Eviction
 from kvjax.planner import memory
 from kvjax.planner.memory import Job
 from kvjax.plans import Model, Options

@@ -20,7 +20,7 @@ from kvjax import cache as kv_cache
 from kvjax import engine, evicting, plans
 from kvjax.cache import Cache, CacheConfig, Placement
 from kvjax.errors import RequestError
-from kvjax.evicting import NEVER
+from kvjax.eviction_rule import NEVER
 from kvjax.plans import Model, Options
 from kvjax.state import Program, pages_in_use
 from kvjax.types import Params

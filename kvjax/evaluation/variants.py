@@ -13,8 +13,8 @@ from kvjax.errors import RequestError, UserError
 from kvjax.evaluation import answering, scoring, tasks
 from kvjax.evaluation.perplexity import Perplexity, perplexity
 from kvjax.evaluation.tasks import Task
-from kvjax.evicting import Eviction
 from kvjax.eviction_options import eviction_of
+from kvjax.eviction_rule import Eviction
 from kvjax.job import Report
 from kvjax.llm import LLM
 
