@@ -22,6 +22,7 @@ from kvjax import RequestError, UserError
 from kvjax.cli import app as app_module
 from kvjax.cli import main
 from kvjax.evaluation import answering, filler, perplexity, report, scoring, tasks, variants
+from kvjax.eviction import named
 from kvjax.eviction_options import eviction_of
 from kvjax.plans import Options
 
@@ -109,6 +110,15 @@ def test_bytes_of_a_row_are_not_those_of_a_slots_queries():
     for name in ("knorm", "expected_attention"):
         model = dataclasses.replace(tiny("tiny_llama"), eviction=eviction_of(name, 0.5))
         assert scoring.bytes_per_row(model, PAGES) == size
+
+
+def test_rows_that_are_held_at_the_end():
+    """Of 100 tokens, of which the first 90 are evicted from; heads that keep every row count as what they are."""
+    answer = answering.Answer("", 1.0, tokens=100, evicted_at=90)
+    assert variants._held(None, answer, 16) == 112
+    assert variants._held(eviction_of("knorm", 0.5), answer, 4) == 56  # 45 of 90, and 10
+    half = eviction_of(named("duo", heads=((True, False), (False, True)), sinks=2, recent=5), None)
+    assert variants._held(half, answer, 4) == (100 + 20) / 2  # 7 of 90, and 10
 
 
 def drop_half(cache, lengths):

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 
 import jax.numpy as jnp
+import numpy as np
 
 from kvjax import plans, storages
 from kvjax.errors import RequestError, UserError
@@ -302,8 +303,7 @@ def _cells(
     rows, eviction = plans.rows_of(llm.model, llm.options), llm.model.eviction
     for (kind, length, depth), some in made.items():
         mine = [next(answered) for _ in some]
-        left = [_left(eviction, answer) for answer in mine]
-        held = sum(-(-count // rows) * rows for count in left)
+        held = sum(_held(eviction, answer, rows) for answer in mine)
         yield Cell(
             kind,
             length,
@@ -315,8 +315,11 @@ def _cells(
         )
 
 
-def _left(eviction: Eviction | None, answer: answering.Answer) -> int:
-    """Rows that each head holds at the end, in the mean."""
+def _held(eviction: Eviction | None, answer: answering.Answer, rows: int) -> float:
+    """Rows in the pages, of so many each, that a head has at the end; in the mean, where some keep every row."""
+    every = -(-answer.tokens // rows) * rows
     if eviction is None:
-        return answer.tokens
-    return answer.tokens - answer.evicted_at + int(eviction.kept(jnp.int32(answer.evicted_at)))
+        return every
+    left = answer.tokens - answer.evicted_at + int(eviction.kept(jnp.int32(answer.evicted_at)))
+    whole = float(np.mean(eviction.policy.whole)) if eviction.policy.whole else 0.0
+    return whole * every + (1 - whole) * -(-left // rows) * rows
