@@ -50,7 +50,7 @@ def heads_moved(
 
         whole = output(causal)
         change = jnp.linalg.norm(whole - output(streamed), axis=-1) / jnp.linalg.norm(whole, axis=-1)
-        mean = jnp.sum(jnp.where(asked[:, None, None], change, 0), axis=0).mean(axis=1) / asked.sum()
+        mean = jnp.sum(jnp.where(asked[:, None, None], change, 0), axis=0).mean(axis=1) / asked.sum(dtype=jnp.float32)
         return moved.at[layer].set(mean), whole.reshape(S, q.shape[1], -1)
 
     none = jnp.zeros((len(specs), specs[0].kv_heads))
