@@ -30,7 +30,7 @@ from kvjax.pallas_kernels import (
 from kvjax.pallas_kernels.quantize import quantize_kv
 from kvjax.pallas_kernels.ring_attention import ring_attention
 from kvjax.prefix import PrefixIndex
-from kvjax.sharding import MODEL, SEQ, divided_here, every_engine, on_each
+from kvjax.sharding import MODEL, SEQ, divided_here, every_engine, heads_and_rows, on_each
 from kvjax.types import KVSpec
 
 LEDGER = KVSpec(0, 0, 0, storage="float32")
@@ -510,9 +510,7 @@ def shardings(config: CacheConfig, kv: KVPages, group: int, *over: str) -> KVPag
         return KVPages(*packed)
 
     def spec(heads: int, rows: int) -> PartitionSpec:
-        axes: list[str | None] = [None] * (max(heads, rows) + 1)
-        axes[heads], axes[rows] = model, seq
-        return PartitionSpec(*axes)
+        return heads_and_rows(heads, rows, model, seq)
 
     k, v = axes_of(config.layout)
     specs: Any = ((spec(*k),) * len(kv.k), (spec(*v),) * len(kv.v), (spec(1, 2),) * len(kv.scales))

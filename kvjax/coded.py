@@ -36,6 +36,7 @@ from kvjax.pallas_kernels import (
     write_rows,
 )
 from kvjax.pallas_kernels.packed import grouped
+from kvjax.sharding import heads_and_rows
 from kvjax.types import KVSpec
 
 if TYPE_CHECKING:
@@ -46,7 +47,7 @@ AT_ONCE = 16
 
 
 def init(config: CacheConfig, spec: KVSpec, pages: int, rows: int, parts: int) -> CodePages:
-    """Zeroed pages of one array, of all `parts` that a layer's heads are divided into; `spec` is one part's."""
+    """Zeroed pages of one array, of so many rows, of all `parts` that heads are divided into; `spec` is one part's."""
     codes = spec.stored.codes
     assert codes is not None
     lanes = Lanes(spec.kv_heads, spec.key_dim, spec.value_dim, spec.latent)
@@ -71,13 +72,7 @@ def page_bytes(config: CacheConfig, spec: KVSpec) -> int:
 
 def shardings(config: CacheConfig, spec: KVSpec, heads: str | None, rows: str | None) -> tuple[PartitionSpec, ...]:
     """Of the codes of K and of V, and the scales of K and of V: heads and rows over those mesh axes."""
-
-    def divided(head_axis: int, row_axis: int) -> PartitionSpec:
-        axes: list[str | None] = [None] * (max(head_axis, row_axis) + 1)
-        axes[head_axis], axes[row_axis] = heads, rows
-        return PartitionSpec(*axes)
-
-    return tuple(map(divided, *_axes(config, spec)))
+    return tuple(heads_and_rows(*axes, heads, rows) for axes in zip(*_axes(config, spec), strict=True))
 
 
 def _axes(config: CacheConfig, spec: KVSpec) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -112,7 +112,7 @@ class Eviction:
         looks = policy.watch != "none" or policy.moments or policy.reads is not None or policy.whole
         if parts > heads and looks:
             raise UserError(
-                f"Eviction policy {policy.name!r} wants all queries of a kv head together, and {heads} heads lie on "
+                f"Eviction policy {policy.name!r} wants each kv head whole on one chip, and {heads} heads lie on "
                 f"{parts} chips (mesh axis model): divide over no more than {heads}, or take knorm or streaming."
             )
 
@@ -132,7 +132,7 @@ class Eviction:
         return dataclasses.replace(self.policy, score=score)
 
     def kept(self, tokens: jax.Array) -> jax.Array:
-        """Rows that stay of so many tokens, int32, in the mean of layers and heads."""
+        """Rows that stay of so many tokens, int32, in the mean of layers and of heads but those that keep every row."""
         if self.policy.score is None:
             return tokens
         return self.at_least(self.budget.count(tokens), tokens)

@@ -116,6 +116,13 @@ def divided_here() -> bool:
     return any(mesh.shape[name] > 1 and kind != AxisType.Manual for name, kind in kinds)
 
 
+def heads_and_rows(head_axis: int, row_axis: int, heads: str | None, rows: str | None) -> PartitionSpec:
+    """Of an array of pages, whose axes of heads and of rows lie over these mesh axes."""
+    axes: list[str | None] = [None] * (max(head_axis, row_axis) + 1)
+    axes[head_axis], axes[row_axis] = heads, rows
+    return PartitionSpec(*axes)
+
+
 def _manual_size(axis: str) -> int:
     """Parts of a mesh axis if it is manual in this context; else 1."""
     mesh = jax.sharding.get_abstract_mesh()

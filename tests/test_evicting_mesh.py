@@ -128,5 +128,5 @@ def test_says_what_it_cannot_do():
 
     refused(named("tova"), "'tova' compares heads, which lie on 2 chips", {"model": 2})
     refused(named("knorm"), "AdaKV compares heads, which lie on 2 chips", {"model": 2}, heads="adakv")
-    refused(named("h2o"), "'h2o' wants all queries of a kv head together, and 2 heads lie on 6", {"model": 6})
+    refused(named("h2o"), "'h2o' wants each kv head whole on one chip, and 2 heads lie on 6 chips", {"model": 6})
     refused(named("knorm"), r"dealt over chips \(mesh axis seq\) are not evicted", {"seq": 2})

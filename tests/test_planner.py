@@ -532,6 +532,11 @@ def test_packed_codes_with_their_newest_rows_in_full_precision():
     assert (codes.row_bytes, codes.scales, codes.layers, codes.rows) == (2 * 2 * (64 + 16), 2 * 2 * 16, 80, 131072)
     assert (recent.row_bytes, recent.spec.window, recent.rows) == (2 * 2 * 128 * 2, 128, 384)
     assert found.bytes_per_token == 80 * 8 * 2 * (64 + 16)
+    dealt = planner.plan(
+        model_of("llama-3.1-70b"), context="128k", chips="v5p:4", mesh="seq=2,model=2", storage="kivi4"
+    )
+    codes, recent = dealt.groups  # twice the heads, half of the rows
+    assert (codes.row_bytes, codes.rows, recent.row_bytes) == (4 * 2 * (64 + 16), 65536, 4 * 2 * 128 * 2)
     for what, how, said in (
         ("deepseek-v3", {"storage": "int4"}, "latent pages have no packed codes"),
         ("llama-3.1-70b", {"storage": "kivi4", "rows": 16}, "do not hold whole groups of 32 rows"),
